@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import ModuleType
 
 from llmtrain.errors import UserError
-from llmtrain.library import lint, load_run, plan, train, verify
+from llmtrain.library import lint, load_run, plan, prepare, train, verify
 from llmtrain.recipe import (
     BatchConfig,
     Callback,
@@ -76,6 +76,7 @@ __all__ = [
     "load_run",
     "main",
     "plan",
+    "prepare",
     "train",
     "verify",
 ]

@@ -11,7 +11,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from llmtrain.recipe import Recipe
     from llmtrain.recipe.cluster import Cluster
     from llmtrain.report import RunData
+    from llmtrain.train.own_loop import TrainingData, TrainingEngine
     from llmtrain.trials.verify import Certificate
     from llmtrain_lint import Reader, Result
 
@@ -154,6 +155,61 @@ def train(
     if (code := start.train()) != Exit.DONE:
         raise StoppedError(code, folder.path)
     return load_run(folder.path)
+
+
+@_naming_lines()
+def prepare(
+    recipe: Recipe | str | PathLike[str],
+    *,
+    model: Callable[..., Any] | str | None = None,
+    run_dir: str | PathLike[str] | None = None,
+    resume: str | PathLike[str] = "auto",
+    allow_change: Sequence[str] = (),
+) -> tuple[TrainingEngine, TrainingData]:
+    """Sets up a recipe for a training loop of your own, on each rank; returns its engine and its data.
+
+    For a program that torchrun, deepspeed, accelerate, mpirun or srun starts on every rank; without a launcher, it is
+    the only one. model: a function or class that builds a model of your own from the fields of `model.config`, in place
+    of the one that the recipe names. Other arguments as for `train`. Iterating over the data yields this rank's part of
+    each global batch; `TrainingEngine` trains on it. Call it in the main thread, and under
+    `if __name__ == "__main__":` if the file also defines code that the recipe names. From then on, an error ends the
+    program with the exit code of `llmtrain train`, and a user's error prints no traceback.
+    """
+    from llmtrain.launch import discover
+    from llmtrain.launch.discovery.rank import Rank
+    from llmtrain.plan.facts.helper_process import is_helper
+    from llmtrain.plan.load import declared, is_running
+    from llmtrain.recipe.own_code import share_program
+    from llmtrain.run_dir import RunDir, check_allowed, default_run_dir
+    from llmtrain.system.streams import quiet_libraries
+
+    _check_call("prepare")
+    if is_helper() or is_running():
+        message, fix = "is called while its file is imported for what it defines", 'if __name__ == "__main__":'
+        raise RecipeError(Problem("loop.main", "llmtrain.prepare", message, fix))
+    rank = discover(os.environ, sys.argv) or Rank.alone()
+    with quiet_libraries():
+        from llmtrain.train.own_loop import end_on_error, prepare_loop
+
+    end_on_error(rank)
+    check_allowed(allow_change)
+    wanted, _ = declared(recipe)
+    if model is not None:
+        wanted, _ = declared(wanted.with_(**{"model.architecture": None, "model.build": _path_of_model(model)}))
+    share_program()
+    folder = RunDir(Path(run_dir)) if run_dir else default_run_dir(wanted, variant_of(recipe))
+    return prepare_loop(wanted, rank, replace(folder, allowed=tuple(allow_change)), os.fspath(resume))
+
+
+def _path_of_model(model: Callable[..., Any] | str) -> str:
+    """Returns the import path of a function or class that builds a model. Raises RecipeError for anything else."""
+    from llmtrain.recipe.own_code import import_path
+
+    try:
+        return import_path(model)
+    except ValueError as error:
+        fix = "pass the function or class that builds it: each rank builds its part, and the plan tries tiny copies"
+        raise RecipeError(Problem("loop.model", "llmtrain.prepare: model", str(error), fix)) from None
 
 
 @_naming_lines()

@@ -1,7 +1,8 @@
-"""Losses that are functions of logits, labels and columns, as a user's own are: recipes name them by their path.
+"""Losses that are functions of labels, columns, and logits or outputs of another head, as a user's own are.
 
-Each returns the sum of the losses of all units in its rows and their number, and such a pair for each further metric.
-The mean over the global batch is taken by the engines (`docs/extending.md`, "A loss").
+Recipes name them by their import path. Each returns the sum of the losses of all units in its rows and their number,
+and such a pair for each further metric. The mean over the global batch is taken by the engines (`docs/extending.md`,
+"A loss").
 """
 
 from __future__ import annotations
@@ -45,19 +46,19 @@ def focal(logits: Tensor, labels: Tensor, gamma: float = 2.0) -> Sums:
     return {"loss": ((1 - certain).pow(gamma).mul(losses).sum(), count), "cross_entropy": (losses.sum(), count)}
 
 
-def classification(logits: Tensor, labels: Tensor, classes: Sequence[int]) -> Sums:
-    """Returns the cross-entropy among the tokens of some classes, at the positions that have one of them as target.
+def classification(outputs: Tensor, labels: Tensor, classes: Sequence[int]) -> Sums:
+    """Returns the cross-entropy of the outputs of a classifier, at the positions that have a class as target.
 
-    classes: a token for each class. A document is classified by its last token, for example by the completion of a
-    prompt; other targets are not trained on. Other arguments as for `z_loss`. Unit: token, with `classified` as count.
+    outputs: [rows, length, classes], of `model.num_labels`. classes: a token for each class, in the order of the
+    outputs. A document is classified by such a token of its completion, which the model has not read at that position;
+    other targets are not trained on. labels: as for `z_loss`. Unit: token, with `classified` as count.
     """
-    tokens = torch.tensor(classes, device=labels.device)
-    matches = labels[..., None] == tokens
+    _check_width(outputs, len(classes))
+    matches = labels[..., None] == torch.tensor(classes, device=labels.device)
     known = matches.any(-1)
     numbers = matches.int().argmax(-1).where(known, NO_TARGET)
-    scores, count = logits[..., tokens], known.sum()
-    right = (scores.argmax(-1) == numbers).sum()
-    return {"loss": (_losses(scores, numbers).sum(), count), "accuracy": (right, count)}
+    right, count = (outputs.argmax(-1) == numbers).sum(), known.sum()
+    return {"loss": (_losses(outputs, numbers).sum(), count), "accuracy": (right, count)}
 
 
 def classified(labels: Tensor, classes: Sequence[int]) -> int:
@@ -65,14 +66,14 @@ def classified(labels: Tensor, classes: Sequence[int]) -> int:
     return int(torch.isin(labels, torch.tensor(classes, device=labels.device)).sum())
 
 
-def reward_model(logits: Tensor, labels: Tensor, token: int) -> Sums:
+def reward_model(outputs: Tensor, labels: Tensor) -> Sums:
     """Returns the loss of a Bradley–Terry model of preferences: −log σ(reward of chosen − reward of rejected).
 
-    token: the reward of a conversation is the logit of this token at its last target (arXiv 2203.02155, equation 1,
-    where a head of its own gives it). logits, labels: as for `z_loss`; rows 2 · p and 2 · p + 1 are the chosen and the
-    rejected conversation of pair p. Unit: pair.
+    outputs: [rows, length, 1], of `model.num_labels=1`. The reward of a conversation is the output at its last target,
+    the last token before the one that ends it (arXiv 2203.02155, equation 1). labels: as for `z_loss`; rows 2 · p and
+    2 · p + 1 are the chosen and the rejected conversation of pair p. Unit: pair.
     """
-    rewards = _at_last_target(logits, labels, token)
+    rewards = _at_last_target(outputs, labels)
     margins = rewards[0::2] - rewards[1::2]
     count = torch.tensor(len(margins))
     return {
@@ -82,22 +83,28 @@ def reward_model(logits: Tensor, labels: Tensor, token: int) -> Sums:
     }
 
 
-def regression(logits: Tensor, labels: Tensor, score: Tensor, token: int) -> Sums:
-    """Returns the squared error of a document's score, which is predicted by the logit of a token at its last target.
+def regression(outputs: Tensor, labels: Tensor, score: Tensor) -> Sums:
+    """Returns the squared error of a document's score, which the output at its last target predicts.
 
-    score: [rows], a column of the data: `Custom("llmtrain.objectives:regression", unit="document", columns=["score"],
-    token=...)`. Other arguments as for `reward_model`. Unit: document.
+    score: [rows], a column of the data: `objective.columns=["score"]`. Other arguments as for `reward_model`. Unit:
+    document.
     """
-    errors = _at_last_target(logits, labels, token) - score
+    errors = _at_last_target(outputs, labels) - score
     count = torch.tensor(len(errors))
     return {"loss": (errors.square().sum(), count), "absolute_error": (errors.abs().sum(), count)}
 
 
-def _at_last_target(logits: Tensor, labels: Tensor, token: int) -> Tensor:
-    """Returns the logit of a token at the last target of each row, [rows]."""
+def _at_last_target(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Returns the only output at the last target of each row, [rows]."""
+    _check_width(outputs, 1)
     places = torch.arange(labels.shape[1], device=labels.device)
     last = torch.where(labels >= 0, places, -1).amax(1)
-    return logits[torch.arange(len(labels), device=labels.device), last, token]
+    return outputs[torch.arange(len(labels), device=labels.device), last, 0]
+
+
+def _check_width(outputs: Tensor, expected: int) -> None:
+    if outputs.shape[-1] != expected:
+        raise ValueError(f"the model has {outputs.shape[-1]} outputs for a token, not {expected}: set model.num_labels")
 
 
 def _losses(logits: Tensor, labels: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ from llmtrain.models.own import OwnModel
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.transformers import unsaved_names
+from llmtrain.plan.facts.classifier import is_classifier
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import create
 from llmtrain.system.hub import INDEX
@@ -138,6 +139,8 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path, pads:
     pads: whether the vocabulary was padded; generation then never chooses a row without a token.
     """
     loaded = read_tokenizer(tokenizer)
+    if is_classifier(model.config) and loaded.pad_token is None:
+        loaded.pad_token = loaded.eos_token  # classifiers score the last token that is not this one
     generation = getattr(model, "generation_config", None) or GenerationConfig()  # a model with its own code has none
     model.generation_config = generation
     for config in (model.config, generation):
@@ -159,7 +162,9 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
     logging.disable_progress_bar()  # for shards that are not written here
     try:
         model.save_pretrained(folder, state_dict={})
-        if not model.can_generate():  # with its own code; `from_pretrained` then adds what generates
+        if not (
+            model.can_generate() or is_classifier(model.config)
+        ):  # with its own code; `from_pretrained` then adds what generates
             model.generation_config.save_pretrained(folder)
     finally:
         if shown:

@@ -12,6 +12,8 @@ from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.checkpoint.storage import Storage
 from llmtrain.engines.runtime.agree import attempt, gather, raise_together
 from llmtrain.errors import CheckpointError, Problem
+from llmtrain.recipe import Recipe
+from llmtrain.run_dir import RunDir, identity_of
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,18 @@ class ResumeChoice:
     manifests: list[Manifest]
     rejected: tuple[Problem, ...]
     """Problems of newer checkpoints."""
+
+
+def choose(resume: str, run_dir: RunDir, run: str, recipe: Recipe, storage: Storage) -> ResumeChoice | None:
+    """Returns the verified checkpoint to continue from, or None for a new run. Called by all ranks.
+
+    resume: `auto`, `never` or a checkpoint folder. run: the run's id. Raises CheckpointError.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        return choose_newest(run_dir.checkpoints, run, storage)
+    return choose_named(Path(resume), run, identity_of(recipe), storage)
 
 
 def choose_newest(checkpoints: Path, run: str, storage: Storage, before: int | None = None) -> ResumeChoice | None:

@@ -113,6 +113,14 @@ class MicroBatch:
         """The document boundaries in `position_ids`; None if these are on a device, to avoid a synchronisation."""
         return Documents.of(self.position_ids) if self.position_ids.device.type == "cpu" else None
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """Returns a copy on a device."""
+        tensors = (self.input_ids, self.position_ids, self.labels)
+        input_ids, position_ids, labels = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        completions = self.completions and self.completions.to(device)
+        values = None if self.values is None else self.values.to(device, non_blocking=True)
+        return MicroBatch(input_ids, position_ids, labels, completions, values)
+
 
 @dataclass(frozen=True)
 class StepBatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from llmtrain.data import Completions, MicroBatch
+from llmtrain.data import Completions, MicroBatch, StepBatch
+from llmtrain.engines.engine import OwnPasses
 from llmtrain.engines.forward import forward, next_logits
 from llmtrain.engines.plain import PlainLoop, plain_model
+from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import Objective, OwnLoss
 from llmtrain.plan import Plan
 
@@ -44,6 +47,12 @@ class DataParallel(PlainLoop):
         inputs = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, micro_batch.values, *completions)
         loss_sums, auxiliaries = self.module(*inputs)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
+
+    def own_passes(self, batch: StepBatch) -> AbstractContextManager[OwnPasses]:
+        """Raises RecipeError: the replicas return losses instead of outputs."""
+        fix = 'give your loss as objective=Custom("mine:loss") and call engine.train_step, or use torchrun'
+        message = "DataParallel computes the loss on each of its devices"
+        raise RecipeError(Problem("loop.data_parallel", "parallel.backend", message, fix))
 
     def _next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
         """Runs the model itself, on the first device."""

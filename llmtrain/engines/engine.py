@@ -6,8 +6,8 @@ passes of several micro-batches. `train_step` of each engine reads as accumulate
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.state.save_load import HasState
+from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import Objective, OwnLoss
 
 
@@ -44,6 +45,95 @@ class Accumulated:
     """As in `StepResult`."""
 
 
+class Passes:
+    """The forward and backward passes of a step over this rank's micro-batches, as far as they have run."""
+
+    def __init__(self, batch: StepBatch, device: torch.device) -> None:
+        self.divisor = batch.divisor
+        self.number = len(batch.micro_batches)
+        self.done = 0
+        self._loss_sum = torch.zeros((), device=device)
+        self._router_loss: Tensor | None = None
+
+    @property
+    def at_last(self) -> bool:
+        """Whether the next pass is the last one."""
+        return self.done == self.number - 1
+
+    def add(self, loss_sum: Tensor, auxiliary: Tensor | None) -> None:
+        """Adds the losses of a micro-batch, after its backward pass."""
+        self.done += 1
+        self._loss_sum += loss_sum.detach()
+        if auxiliary is not None:
+            self._router_loss = with_router_loss(self._router_loss, auxiliary)
+
+    def accumulated(self) -> Accumulated:
+        """Returns the results of all passes."""
+        return Accumulated(self._loss_sum / self.divisor, self._router_loss)
+
+
+class OwnPasses(Passes):
+    """The passes of a step in a loop of the user's own, which iterates over the micro-batches."""
+
+    result: StepResult
+    """Set after the update."""
+
+    def __init__(
+        self,
+        batch: StepBatch,
+        device: torch.device,
+        model: Callable[[MicroBatch, MicroBatch], Any],
+        backward: Callable[[Passes, Tensor, Tensor | None], object],
+        slice: Callable[[MicroBatch], MicroBatch] = lambda micro_batch: micro_batch,
+        synchronizing: Callable[[bool], AbstractContextManager[object]] = lambda is_last: nullcontext(),
+    ) -> None:
+        """model: runs the model on this rank's slice of a micro-batch; also given the whole one. backward: accumulates
+        the gradients of the losses of a micro-batch. slice: returns this rank's slice. synchronizing: returns the
+        context of a micro-batch's passes, given whether it is the last one.
+        """
+        super().__init__(batch, device)
+        self._batch, self._device = batch, device
+        self._model, self._backward, self._slice, self._synchronizing = model, backward, slice, synchronizing
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        """Yields this rank's slice of each micro-batch, on the device.
+
+        Raises RecipeError unless each has one backward pass.
+        """
+        for number, whole in enumerate(self._batch.micro_batches, start=1):
+            self._whole = whole
+            self._auxiliary: Tensor | None = None
+            with self._synchronizing(self.at_last):
+                yield self._slice(whole).to(self._device)
+            if self.done != number:
+                self._refuse(f"was called {self.done} times for the first {number} micro-batches of a step")
+
+    def model(self, micro_batch: MicroBatch) -> Any:
+        """Returns the model's output for the current micro-batch, with document masks and in the plan's precision."""
+        output, auxiliary = self._model(micro_batch, self._whole)
+        if auxiliary is not None:
+            self._auxiliary = auxiliary if self._auxiliary is None else self._auxiliary + auxiliary
+        return output
+
+    def backward(self, loss_sum: Tensor) -> Tensor:
+        """Accumulates the gradients of a micro-batch; returns its part of this rank's loss.
+
+        loss_sum: a scalar, the sum over the items of the micro-batch.
+        """
+        self._backward(self, loss_sum, self._auxiliary)
+        return loss_sum.detach() / self.divisor
+
+    def accumulated(self) -> Accumulated:
+        """Returns the results of all passes. Raises RecipeError if some have not run."""
+        if self.done != self.number:
+            self._refuse(f"was called {self.done} times in a step of {self.number} micro-batches")
+        return super().accumulated()
+
+    def _refuse(self, message: str) -> None:
+        fix = "call it once for each of the micro-batches that `accumulate` yields"
+        raise RecipeError(Problem("loop.backward", "engine.backward", message, fix))
+
+
 class Engine(HasState, Protocol):
     """Runs the optimizer steps of a plan. All ranks call every method together."""
 
@@ -55,6 +145,11 @@ class Engine(HasState, Protocol):
 
     def train_step(self, batch: StepBatch) -> StepResult:
         """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it."""
+
+    def own_passes(self, batch: StepBatch) -> AbstractContextManager[OwnPasses]:
+        """Returns a context for the passes of a step that a loop of the user's own makes; at its end, the weights are
+        updated. Raises RecipeError if the plan's passes cannot be made from outside.
+        """
 
     def averaged(self) -> AbstractContextManager[None]:
         """Returns a context in which the model has averaged weights, if the optimizer averages (schedule-free AdamW).

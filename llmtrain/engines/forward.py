@@ -40,6 +40,7 @@ from llmtrain.models.compiled import (
 )
 from llmtrain.models.documents import document_masks
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
+from llmtrain.models.tiny.classifier_check import check_classifier
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of
@@ -81,6 +82,8 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     if plan.cluster.spec.on_cpu:
         compile_for_cpu(recipe.model.attention_kernel, kernels.loss)
     check_attention(config, recipe.model.attention_kernel)
+    if recipe.model.num_labels is not None:
+        check_classifier(config)
     if kernels.blocks == "compiled":
         check_layers(config, recipe.model.attention_kernel)
     elif kernels.blocks == "liger":
@@ -146,23 +149,33 @@ def forward(
     boundaries as arguments.
     """
     labels = batch.labels.to(device, non_blocking=True)
-    inputs = {
-        "input_ids": batch.input_ids.to(device, non_blocking=True),
-        "position_ids": batch.position_ids.to(device, non_blocking=True),
-        "use_cache": False,
-    }
-    if chunked_loss(model):
-        inputs |= chunk_arguments(labels, batch)
-    whole = whole or batch
+    targets = chunk_arguments(labels, batch) if chunked_loss(model) else {}
+    output, auxiliary = run_model(call, model, batch, whole or batch, device, **targets)
+    return loss_of(output.loss_sum if targets else output.logits, labels, model, batch, objective), auxiliary
+
+
+def run_model(
+    call: Callable[..., Any],
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    whole: MicroBatch,
+    device: torch.device,
+    **arguments: Tensor,
+) -> tuple[Any, Tensor | None]:
+    """Returns the model's output, and the auxiliary loss to add, if the model has one. Arguments as for `forward`."""
     with document_masks(whole):
-        output = call(**inputs, **varlen_arguments(model, whole, device))
-    result = output.loss_sum if "targets" in inputs else output.logits
-    loss_sum = loss_of(result, labels, model, batch, objective)
+        output = call(
+            input_ids=batch.input_ids.to(device, non_blocking=True),
+            position_ids=batch.position_ids.to(device, non_blocking=True),
+            use_cache=False,
+            **arguments,
+            **varlen_arguments(model, whole, device),
+        )
     auxiliary = getattr(output, "aux_loss", None)
     if auxiliary is None:
-        return loss_sum, None
+        return output, None
     # Load balancing loss of the experts, a mean over the tokens of the micro-batch (arXiv 2101.03961).
-    return loss_sum, router_loss_weight(model.config) * auxiliary
+    return output, router_loss_weight(model.config) * auxiliary
 
 
 def chunk_arguments(labels: Tensor, batch: MicroBatch) -> dict[str, Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import Accumulated, StepResult, with_router_loss
-from llmtrain.engines.forward import forward, install_kernels, next_logits, objective_of
+from llmtrain.engines.engine import Accumulated, OwnPasses, Passes, StepResult
+from llmtrain.engines.forward import forward, install_kernels, next_logits, objective_of, run_model
 from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, skip_if
 from llmtrain.engines.optim import (
     averaged_weights,
@@ -150,8 +150,22 @@ class PlainLoop(HasState):
         """Accumulates gradients over micro-batches, clips them, and updates the weights if the guard allows it."""
         if self.objective and self.objective.needs_divergence:
             estimate_divergence(self, [batch])
+        return self._update_weights(self._accumulate(batch))
+
+    def own_passes(self, batch: StepBatch) -> AbstractContextManager[OwnPasses]:
+        """Returns the context of a step whose passes a loop of the user's own makes."""
+        return self._own_passes(batch)
+
+    @contextmanager
+    def _own_passes(self, batch: StepBatch) -> Iterator[OwnPasses]:
+        self._begin_training()
+        passes = OwnPasses(batch, self.device, self._run_model, self._backward, synchronizing=self._passes)
+        yield passes
+        passes.result = self._update_weights(passes.accumulated())
+
+    def _update_weights(self, accumulated: Accumulated) -> StepResult:
+        """Takes the norm, clips by it, and updates the weights if the guard allows it."""
         lr = self.learning_rate
-        accumulated = self._accumulate(batch)
         trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         limit = self.recipe.optim.clip_grad_norm or float("inf")
         grad_norm = self._clip(trained, limit)
@@ -165,21 +179,18 @@ class PlainLoop(HasState):
 
     def _accumulate(self, batch: StepBatch) -> Accumulated:
         """Accumulates the gradients of this rank's micro-batches."""
-        if not self.model.training:  # visiting every module costs as much as a small update
-            self.module.train()
+        self._begin_training()
         if self.objective:
             self.objective.begin()
-        total, router_loss = torch.zeros((), device=self.device), None
-        for index, micro_batch in enumerate(batch.micro_batches, start=1):
-            with self._passes(is_last=index == len(batch.micro_batches)):
-                loss_sum, auxiliary = self._forward(micro_batch)
-                loss = self._loss_to_reduce(loss_sum, batch.divisor)
-                if auxiliary is not None:
-                    loss = loss + self._auxiliary_loss_to_reduce(auxiliary) / len(batch.micro_batches)
-                    router_loss = with_router_loss(router_loss, auxiliary)
-                self._backward(loss)
-            total += loss_sum.detach()
-        return Accumulated(total / batch.divisor, router_loss)
+        passes = Passes(batch, self.device)
+        for micro_batch in batch.micro_batches:
+            with self._passes(passes.at_last):
+                self._backward(passes, *self._forward(micro_batch))
+        return passes.accumulated()
+
+    def _begin_training(self) -> None:
+        if not self.model.training:  # visiting every module costs as much as a small update
+            self.module.train()
 
     @property
     def learning_rate(self) -> float:
@@ -192,8 +203,17 @@ class PlainLoop(HasState):
         with autocast(self.recipe.parallel.precision, self.device.type):
             return self._losses(micro_batch)
 
-    def _backward(self, loss: Tensor) -> None:
+    def _run_model(self, batch: MicroBatch, whole: MicroBatch) -> tuple[Any, Tensor | None]:
+        """Runs the model itself in the recipe's precision."""
+        with autocast(self.recipe.parallel.precision, self.device.type):
+            return run_model(self.module, self.model, batch, whole, self.device)
+
+    def _backward(self, passes: Passes, loss_sum: Tensor, auxiliary: Tensor | None) -> None:
         """Accumulates the gradients of a micro-batch; those of master weights in fp32."""
+        loss = self._loss_to_reduce(loss_sum, passes.divisor)
+        if auxiliary is not None:
+            loss = loss + self._auxiliary_loss_to_reduce(auxiliary) / passes.number
+        passes.add(loss_sum, auxiliary)
         loss.backward()  # type: ignore[no-untyped-call]
         for weight, master in self.masters.items():
             if weight.grad is not None:

@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import adapter, nf4
+from llmtrain.models.classifier import declare_head, decoder_of
 from llmtrain.models.hub_names import empty_model, remote_code_errors
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_unused
@@ -32,6 +33,7 @@ from llmtrain.models.tiny.stages_check import check_cut
 from llmtrain.models.tiny.tensor_check import check_tensor_split
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
 from llmtrain.plan.facts.built_model import decoder_lists
+from llmtrain.plan.facts.classifier import HEAD, MODULE
 from llmtrain.plan.facts.model_facts import (
     dropout_of,
     has_own_code,
@@ -44,13 +46,15 @@ from llmtrain.recipe import ModelConfig, Recipe
 
 
 def model_configuration(recipe: Recipe) -> PreTrainedConfig:
-    """Returns the configuration of a recipe's model. Raises RecipeError like `configuration_of`."""
+    """Returns the configuration of a recipe's model. Raises RecipeError like `configuration_of` and `declare_head`."""
     if recipe.model.build is not None:
         return own_configuration(recipe.model, recipe.vocab_size, recipe.code_dir, recipe.train.seed)
     values = dict(recipe.model.config)
     if recipe.model.architecture is not None and recipe.vocab_size is not None:
         values["vocab_size"] = recipe.vocab_size
-    return configuration_of(recipe.model, values)
+    config = configuration_of(recipe.model, values)
+    declare_head(config, recipe.model.num_labels)
+    return config
 
 
 def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedConfig:
@@ -147,13 +151,12 @@ def build_model(
 
 def causal_lm(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Returns the model of a configuration, with weights as the active contexts make them."""
-    made: PreTrainedModel = AutoModelForCausalLM.from_config(
+    return decoder_of(
         config,
         attn_implementation=model.attention_kernel,
         dtype=dtype,
         trust_remote_code=model.trust_remote_code,
     )
-    return made
 
 
 def build_tensor_parallel(
@@ -317,7 +320,7 @@ def _set_weights(
     gather: Gather | None,
     is_reader: bool = True,
 ) -> None:
-    """Draws the initial weights of a model or stage, or copies pretrained ones, one at a time.
+    """Draws the initial weights of a model or stage, or copies pretrained ones, one at a time; a new head is drawn.
 
     weights: the parameters to copy, by their names in the whole model. Of the ranks that share a partitioned parameter,
     one reads it (`is_reader`) and the others receive their part; every rank holds whole buffers. Raises RecipeError
@@ -328,7 +331,10 @@ def _set_weights(
         return
     buffers = persistent_buffers(model)
     if recipe.model.pretrained is not None:
-        source: Pretrained | InitialWeights = read_pretrained(recipe.model, config)
+        source: Pretrained | InitialWeights = (files := read_pretrained(recipe.model, config))
+        if HEAD in weights and not files.has(HEAD):
+            draw_all_weights(model, recipe.train.seed, gather, only=MODULE)
+            weights = {name: parameter for name, parameter in weights.items() if name != HEAD}
     elif is_reader or buffers:
         source = InitialWeights(config)
     for name, parameter in weights.items():

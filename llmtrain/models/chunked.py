@@ -3,7 +3,8 @@
 With a vocabulary of 128,000, the logits of 8,192 tokens, their softmax and its gradient take 12 GB. Here the head of
 any `transformers` causal LM runs on a chunk of tokens at a time. The model's own forward is called again with its
 backbone replaced by a module that returns the hidden states already computed. Whatever the family does with its logits
-(scaling, capping) is therefore still done.
+(scaling, capping) is therefore still done. A user's own model has no backbone; if its logits are the result of a linear
+layer, that layer runs on the chunks.
 
 There are two implementations with equal results. The *fused* one computes the gradients of a chunk in the forward pass,
 as Liger's fused loss does (arXiv 2410.10989, section 3.2). Nothing is computed twice, and only the gradients of the
@@ -28,8 +29,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import FamilyError
 from llmtrain.models.loss import target_loss_sum
+from llmtrain.models.own import OwnModel
 from llmtrain.models.stages import backbone
 from llmtrain.models.tiny.compare import SUM_TOLERANCE, deviation, loss_outcome
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
@@ -63,6 +65,94 @@ class _FixedOutput(nn.Module):
             return getattr(self.__dict__["_base"][0], name)
 
 
+class _Backbone:
+    """The head of a model of `transformers`: its forward without its backbone."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises NoChunksError if the family has no backbone that can be replaced."""
+        base: nn.Module = backbone(model)
+        if isinstance(inner := getattr(base, "decoder", None), PreTrainedModel):
+            base = inner  # in families derived from encoder-decoder models, the head reads the output of the decoder
+        name = next((name for name, module in model.named_modules() if module is base), "")
+        if not name or "logits_to_keep" not in inspect.signature(model.forward).parameters:
+            raise NoChunksError(f"{model.config.model_type} has no head that can be called on its own")
+        parent, _, child = name.rpartition(".")
+        self._name: str = child
+        self._parent = model.get_submodule(parent)
+        self._forward = model.forward
+        self._model = model
+        self._output_type: type
+
+    def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        """Returns the model's output with the logits of one position, and the hidden states before its head."""
+        seen: list[Any] = []
+        handle = getattr(self._parent, self._name).register_forward_hook(lambda *call: seen.append(call[2]))
+        try:
+            # Keeps one position instead of none, because some heads cannot handle an empty tensor. Its logits are not
+            # used.
+            output = self._forward(*args, **kwargs, logits_to_keep=1)
+        finally:
+            handle.remove()
+        self._output_type = type(seen[0])
+        return output, seen[0][0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [1, tokens, vocab] of hidden states [1, tokens, width]."""
+        base = self._parent.get_submodule(self._name)
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        with self._replaced_by(_FixedOutput(base, self._output_type(last_hidden_state=hidden))):
+            logits: Tensor = self._forward(input_ids=tokens, use_cache=False).logits
+        return logits
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the trainable parameters outside the backbone, including an embedding that is tied to the head."""
+        with self._replaced_by(nn.Module()):
+            return [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+
+    @contextmanager
+    def _replaced_by(self, module: nn.Module) -> Iterator[None]:
+        """Replaces the backbone inside the context, in which it is not called, so its hooks do not run."""
+        modules = self._parent._modules
+        base, modules[self._name] = modules[self._name], module
+        try:
+            yield
+        finally:
+            modules[self._name] = base
+
+
+class _OwnHead:
+    """The head of a user's own model: the linear layer whose result is the logits."""
+
+    def __init__(self, model: OwnModel) -> None:
+        """Raises NoChunksError if the model has none."""
+        head = model.get_output_embeddings()
+        if head is None:
+            raise NoChunksError(f"{model.config.model_type} has no linear layer whose result is the logits")
+        self._head: nn.Module = head
+        self._forward: Callable[..., Any] = model.forward
+
+    def run(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        """Returns the model's output with the logits of one position, and the hidden states before its head."""
+        seen: list[Tensor] = []
+        handle = self._head.register_forward_pre_hook(lambda head, given: seen.extend(given))
+        try:
+            output = self._forward(*args, logits_to_keep=1, **kwargs)
+        finally:
+            handle.remove()
+        if len(seen) != 1:
+            raise NoChunksError("its head is not called once with the hidden states alone")
+        return output, seen[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits [1, tokens, vocab] of hidden states [1, tokens, width]."""
+        logits: Tensor = self._head(hidden)
+        return logits
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Returns the trainable parameters of the head."""
+        return [parameter for parameter in self._head.parameters() if parameter.requires_grad]
+
+
 @dataclass
 class Losses(ModelOutput):  # type: ignore[misc]
     """The output of a model with `ChunkedLoss` when it is given targets; a dictionary, in which engines look for
@@ -78,7 +168,7 @@ class Losses(ModelOutput):  # type: ignore[misc]
 class ChunkedLoss:
     """Adds an argument `targets` to a causal LM's forward, which then returns `Losses` instead of logits.
 
-    Raises NoChunksError if the family has no backbone that can be replaced.
+    Raises NoChunksError if the head of the model cannot be called on its own.
     """
 
     model: PreTrainedModel
@@ -91,21 +181,10 @@ class ChunkedLoss:
     several sums [sums], which are added."""
     _full_forward: Callable[..., Any] = field(init=False, repr=False)
     """The model's own forward."""
-    _output_type: type = field(init=False, repr=False)
-    """The type of the backbone's output."""
-    _parent: nn.Module = field(init=False, repr=False)
-    _name: str = field(init=False)
-    """Attribute of `_parent` that holds the backbone whose hidden states the head turns into logits."""
+    _head: _Backbone | _OwnHead = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        base: nn.Module = backbone(self.model)
-        if isinstance(inner := getattr(base, "decoder", None), PreTrainedModel):
-            base = inner  # in families derived from encoder-decoder models, the head reads the output of the decoder
-        name = next((name for name, module in self.model.named_modules() if module is base), "")
-        if not name or "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
-            raise NoChunksError(f"{self.model.config.model_type} has no head that can be called on its own")
-        parent, _, self._name = name.rpartition(".")
-        self._parent = self.model.get_submodule(parent)
+        self._head = _OwnHead(self.model) if isinstance(self.model, OwnModel) else _Backbone(self.model)
         self._full_forward = self.model.forward
         self.model.forward = self.forward
         self.model.chunked_loss = self
@@ -122,17 +201,9 @@ class ChunkedLoss:
         if targets.numel() <= self.tokens:  # one chunk holds them all
             output = self._full_forward(*args, **kwargs)
             loss_sum = self.loss_of(output.logits, *of_tokens)
-            return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
-        seen: list[Any] = []
-        handle = getattr(self._parent, self._name).register_forward_hook(lambda *call: seen.append(call[2]))
-        try:
-            # Keeps one position instead of none, because some heads cannot handle an empty tensor. Its logits are not
-            # used.
-            output = self._full_forward(*args, **kwargs, logits_to_keep=1)
-        finally:
-            handle.remove()
-        self._output_type = type(seen[0])
-        loss_sum = self.loss_sum(seen[0][0], *of_tokens)
+        else:
+            output, hidden = self._head.run(*args, **kwargs)
+            loss_sum = self.loss_sum(hidden, *of_tokens)
         return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
 
     def loss_sum(self, hidden: Tensor, targets: Tensor, *values: Tensor) -> Tensor:
@@ -151,7 +222,8 @@ class ChunkedLoss:
             return self._reduce(
                 self._chunks(hidden, targets, *values), partial(checkpoint, self._chunk_loss, use_reentrant=False)
             )
-        loss: Tensor = _Fused.apply(self, hidden, targets, *self._head())  # type: ignore[no-untyped-call]
+        head = self._head.parameters()
+        loss: Tensor = _Fused.apply(self, hidden, targets, *head)  # type: ignore[no-untyped-call]
         return loss
 
     def _chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -165,25 +237,7 @@ class ChunkedLoss:
 
     def _chunk_loss(self, hidden: Tensor, targets: Tensor, *values: Tensor) -> Tensor:
         """Returns the summed loss of one chunk."""
-        base = self._parent.get_submodule(self._name)
-        with self._replaced_by(_FixedOutput(base, self._output_type(last_hidden_state=hidden))):
-            logits = self._full_forward(input_ids=torch.zeros_like(targets), use_cache=False).logits
-        return self.loss_of(logits, targets, *values)
-
-    @contextmanager
-    def _replaced_by(self, module: nn.Module) -> Iterator[None]:
-        """Replaces the backbone inside the context, in which it is not called, so its hooks do not run."""
-        modules = self._parent._modules
-        base, modules[self._name] = modules[self._name], module
-        try:
-            yield
-        finally:
-            modules[self._name] = base
-
-    def _head(self) -> list[nn.Parameter]:
-        """Returns the trainable parameters outside the backbone, including an embedding that is tied to the head."""
-        with self._replaced_by(nn.Module()):
-            return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return self.loss_of(self._head.logits(hidden), targets, *values)
 
 
 class _Fused(torch.autograd.Function):
@@ -239,15 +293,17 @@ def check_chunks(config: PreTrainedConfig, loss_of: Callable[[Tensor, Tensor], T
     try:
         with torch.random.fork_rng(devices=[]):
             worst = _deviation(shrink_configuration(config, LAYERS), loss_of)
-    except (*COPY_ERRORS, NoChunksError) as error:
-        raise _refused(config, f" ({type(error).__name__}: {error})") from error
+    except NoChunksError as error:
+        raise _refused(config, str(error)) from error
+    except COPY_ERRORS as error:
+        raise _refused(config, f"a tiny copy fails ({type(error).__name__}: {error})") from error
     if worst > SUM_TOLERANCE:
-        raise _refused(config, f": losses or gradients deviate by {worst:.0e}")
+        raise _refused(config, f"losses or gradients deviate by {worst:.0e}")
 
 
-def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
-    message = f"the loss of {config.model_type} cannot be computed in chunks{why}"
-    return RecipeError(Problem("kernels.loss", "kernels.loss", message, "--set kernels.loss=whole"))
+def _refused(config: PreTrainedConfig, why: str) -> FamilyError:
+    refused = f"the loss of {config.model_type} cannot be computed in chunks"
+    return FamilyError("kernels.loss", "kernels.loss", "whole", refused, why)
 
 
 def _deviation(config: PreTrainedConfig, loss_of: Callable[[Tensor, Tensor], Tensor]) -> float:

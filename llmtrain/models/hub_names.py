@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     WeightConverter,
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.models.classifier import decoder_of
 from llmtrain.overrides.torch import persistent_buffers
 from llmtrain.overrides.transformers import skipped_patterns
 
@@ -51,11 +51,9 @@ def remote_code_errors(model: str) -> Iterator[None]:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Builds a causal LM on the meta device."""
+    """Builds a model on the meta device."""
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, trust_remote_code=trust_remote_code
-        )
+        model = decoder_of(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()
     return model
 

@@ -27,12 +27,17 @@ ZeRO-3 uses what rank 0 wrote. Tensor parallelism uses what each rank wrote, sin
 
 
 @torch.no_grad()
-def draw_all_weights(model: PreTrainedModel, seed: int, gather: Gather | None = None) -> None:
-    """Draws every weight of `model` with its family's own `_init_weights`, module by module."""
+def draw_all_weights(model: PreTrainedModel, seed: int, gather: Gather | None = None, only: str | None = None) -> None:
+    """Draws every weight of `model` with its family's own `_init_weights`, module by module.
+
+    only: the name of a module, if no other is drawn.
+    """
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for name, module, owner in _children_first(model, "", model):
+            if only is not None and name != only:
+                continue
             reached = _initialized_parameters(name, module)
             parameters = [parameter for _, parameter in reached]
             if not parameters and any(isinstance(child, AbsentModule) for child in module.children()):

@@ -7,7 +7,8 @@ shards, recomputes, saves and exports models of `transformers` then does so with
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -112,19 +113,40 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
         self._accepted = frozenset(inspect.signature(user.forward).parameters)
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, use_cache: bool = False, **arguments: Any
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        use_cache: bool = False,
+        logits_to_keep: int | Tensor = 0,
+        **arguments: Any,
     ) -> OwnOutput:
         """Calls the user's module with the tokens [batch, T], and with the positions if it accepts them.
 
-        arguments: the boundaries of packed documents (`Documents.arguments`), or an `attention_mask` [batch, 1, T, T],
-        for the attention.
+        logits_to_keep: the number of last positions, or the positions, whose logits are computed, if these are the
+        result of a linear layer; 0: all. arguments: the boundaries of packed documents (`Documents.arguments`), or an
+        `attention_mask` [batch, 1, T, T], for the attention.
         """
         named = {"position_ids": position_ids} if "position_ids" in self._accepted and position_ids is not None else {}
         table: Tensor = self.get_input_embeddings().weight  # type: ignore[assignment]
         like = table.new_empty(()).expand(*input_ids.shape, 1)
         mask = arguments.pop("attention_mask", None)
-        with routed(route_of(self.config, like, mask, position_ids, self.training, arguments)):
+        route = route_of(self.config, like, mask, position_ids, self.training, arguments)
+        with routed(route), self._keeping(logits_to_keep):
             return as_output(self._user[0](input_ids, **named))
+
+    @contextmanager
+    def _keeping(self, positions: int | Tensor) -> Iterator[None]:
+        """Gives the head only the hidden states of some positions."""
+        head = self.get_output_embeddings()
+        if head is None or (isinstance(positions, int) and positions == 0):
+            yield
+            return
+        kept = slice(-positions, None) if isinstance(positions, int) else positions
+        handle = head.register_forward_pre_hook(lambda _, given: (given[0][:, kept], *given[1:]))
+        try:
+            yield
+        finally:
+            handle.remove()
 
     @property
     def tp_plan(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ import torch
 
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models.activation_bytes import saved_per_token
+from llmtrain.models.chunked import check_chunks
 from llmtrain.models.own import OwnConfig, OwnModel, own_configuration
 from llmtrain.models.own_parts import check_module
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
@@ -46,6 +47,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 documents=_mixed_documents(config),
                 stages=_refused_stages(config, facts),
                 tensor=_refused_split(config),
+                chunks=_refused_chunks(config),
                 saved=tuple((each, saved_per_token(config, model, each)) for each in get_args(Precision)),
             ),
         }
@@ -73,6 +75,15 @@ def _refused_stages(config: OwnConfig, facts: ModelFacts) -> str:
         return "it has no list of layers that run one after the other"
     try:
         check_cut(config, stage_bounds(facts, 2, SEQUENCE_LENGTH))
+    except RecipeError as error:
+        return error.reason if isinstance(error, FamilyError) else str(error)
+    return ""
+
+
+def _refused_chunks(config: OwnConfig) -> str:
+    """Returns why the loss cannot be computed for some tokens at a time; empty if it can."""
+    try:
+        check_chunks(config)
     except RecipeError as error:
         return error.reason if isinstance(error, FamilyError) else str(error)
     return ""

@@ -12,7 +12,7 @@ from torch import Tensor
 from llmtrain.data import NO_TARGET, Documents, MicroBatch
 from llmtrain.data.items import column_arguments, document_rows, document_values, documents_with_targets
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.facts.own_loss import own_metrics, sums_of
+from llmtrain.plan.facts.own_loss import Sizes, own_metrics, sums_of
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.own_code import import_object, own_code_errors
 
@@ -26,12 +26,13 @@ class OwnLoss:
     needs_divergence = False
 
     def __init__(self, recipe: Recipe, vocabulary: int) -> None:
-        """vocabulary: the number of logits of a token. Raises RecipeError if the loss cannot be imported."""
+        """vocabulary: rows of the embedding. Raises RecipeError if the loss cannot be imported."""
         self.config = recipe.objective
         self._folder = recipe.code_dir
         self._function: Callable[..., Any] = import_object(self.config.name, recipe.code_dir, "objective.name")
         # All ranks add up the same sums, also those that never call the loss, such as the first stages of a pipeline.
-        self.names = own_metrics(recipe.objective, recipe.code_dir, vocabulary)
+        sizes = Sizes(vocabulary, recipe.model.num_labels or vocabulary)
+        self.names = own_metrics(recipe.objective, recipe.code_dir, sizes)
         self.begin()
 
     def begin(self) -> None:
@@ -41,7 +42,7 @@ class OwnLoss:
     def __call__(self, logits: Tensor, batch: MicroBatch) -> Tensor:
         """Returns the sum of the losses of a micro-batch, or of a rank's slice of it.
 
-        logits: [batch, T, vocabulary], of any precision; the loss is computed in fp32.
+        logits: [batch, T, outputs], of any precision; the loss is computed in fp32.
         """
         labels = batch.labels.to(logits.device, non_blocking=True)
         values = None if batch.values is None else batch.values.to(logits.device, non_blocking=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError, abbreviate, reason
+from llmtrain.models.classifier import declare_head
 from llmtrain.models.hub_names import WeightImporter, aliases, empty_model
+from llmtrain.plan.facts.classifier import HEAD, is_classifier
 from llmtrain.plan.facts.families import TEXT_PARTS
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
@@ -38,6 +41,10 @@ class Pretrained:
         self._vocabulary_weights = tables
         self._kept_rows = kept_rows
         self._open: dict[Path, Any] = {}
+
+    def has(self, name: str) -> bool:
+        """Whether the files hold a weight: all but, perhaps, a head that replaces that over the vocabulary."""
+        return self._incoming.has(name)
 
     def tensor(self, name: str) -> Tensor:
         """Returns a weight, given its name in the model, in the dtype of the file."""
@@ -107,11 +114,15 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     files = _files(source)
     model = empty_model(config, torch.float32, source.trust_remote_code)
     incoming = WeightImporter(model, _shapes(files))
-    if source.config.get("tie_word_embeddings") is False:
+    if source.config.get("tie_word_embeddings") is False and source.num_labels is None:
         incoming.untie()
     names = {name: group for name, group in aliases(model).items() if name == group[0]}
-    unused = () if config.model_type in TEXT_PARTS else incoming.unused  # a note of the plan says so
-    problems = wrong_names(source, [name for name in names if not incoming.has(name)], unused, len(names))
+    unused = [] if config.model_type in TEXT_PARTS else incoming.unused  # a note of the plan says so
+    missing = [name for name in names if not incoming.has(name)]
+    if source.num_labels is not None:  # files of a causal LM lack this head, and have that over the vocabulary
+        missing = [name for name in missing if name != HEAD]
+        unused = [name for name in unused if name not in _causal_names(config)]
+    problems = wrong_names(source, missing, unused, len(names))
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     tables = _vocabulary_weights(model) if source.kept_rows else frozenset()
     wrong = [
@@ -142,6 +153,13 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
     return pretrained
 
 
+def _causal_names(config: PreTrainedConfig) -> frozenset[str]:
+    """Returns the names of the weights of the family's causal LM."""
+    causal = deepcopy(config)
+    declare_head(causal, None)
+    return frozenset(empty_model(causal, torch.float32).state_dict())
+
+
 def wrong_names(source: ModelConfig, missing: Sequence[str], unused: Sequence[str], weights: int) -> list[Problem]:
     """Returns problems with the names in the files of a model that has some number of weights.
 
@@ -162,7 +180,8 @@ def wrong_names(source: ModelConfig, missing: Sequence[str], unused: Sequence[st
 
 def _vocabulary_weights(model: PreTrainedModel) -> frozenset[str]:
     """Returns all names of the weights that have a row for each token: those of the embedding and of the head."""
-    modules = (model.get_input_embeddings(), model.get_output_embeddings())
+    head = None if is_classifier(model.config) else model.get_output_embeddings()
+    modules = (model.get_input_embeddings(), head)
     ids = {id(weight) for module in modules if module is not None for weight in module.parameters()}
     return frozenset(name for name, weight in model.named_parameters(remove_duplicate=False) if id(weight) in ids)
 

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from llmtrain.errors import FamilyError
+from llmtrain.models.classifier import decoder_of
 from llmtrain.models.loss import freeze_unused
 from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.overrides.torch import parameters_without_memory
@@ -315,7 +316,7 @@ def build_stage(
     given, only this rank's shards are allocated, and `draw_all_weights` needs `tensor.whole`.
     """
     with no_init_weights(), parameters_without_memory(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        model = decoder_of(config, attn_implementation=attention, dtype=dtype)
     freeze_unused(model).tie_weights()
     canonical = {id(parameter): name for name, parameter in model.named_parameters()}
     list_name, layers = decoder_layers(model)

@@ -60,4 +60,9 @@ def attention_flops(facts: ModelFacts, sequence_length: int) -> int:
 
 def head_parameters(facts: ModelFacts) -> int:
     """Returns the number of elements of the output projection, tied or not."""
+    return facts.outputs * facts.hidden_size
+
+
+def table_parameters(facts: ModelFacts) -> int:
+    """Returns the number of elements of the embedding, without positions."""
     return facts.vocab_size * facts.hidden_size

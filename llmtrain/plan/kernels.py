@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.flops import head_parameters
 from llmtrain.plan.plan import Plan
 from llmtrain.recipe import Recipe
@@ -34,7 +35,7 @@ def chunks_loss(plan: Plan) -> bool:
     recipe, facts = plan.recipe, plan.model
     if recipe.kernels.loss != "auto":
         return recipe.kernels.loss != "whole"
-    if needs_whole_loss(recipe) or LOGIT_BYTES * facts.vocab_size * tokens_of_loss(plan) <= LARGE_LOSS:
+    if needs_whole_loss(recipe, facts) or LOGIT_BYTES * facts.outputs * tokens_of_loss(plan) <= LARGE_LOSS:
         return False
     return not recomputes_loss(recipe) or head_parameters(facts) <= SMALL_HEAD * facts.active_parameters
 
@@ -69,11 +70,15 @@ def liger_chunk(tokens: int, width: int, vocabulary: int) -> int:
     return min(tokens, 1 << (each - 1).bit_length())
 
 
-def needs_whole_loss(recipe: Recipe) -> str:
-    """Returns why the loss or the engine needs all logits, or an empty string if they do not."""
-    objective = recipe.objective
+def needs_whole_loss(recipe: Recipe, facts: ModelFacts | None) -> str:
+    """Returns why the loss, the model or the engine needs all logits, or an empty string if they do not."""
+    objective, labels = recipe.objective, recipe.model.num_labels
+    if labels is not None:
+        return f"a head of {labels} outputs has no logits of a vocabulary to compute in parts"
     if objective.is_own and objective.reads_whole_documents:
         return f"{objective.name} is given the logits of all tokens of a {objective.unit}"
+    if facts is not None and facts.trials is not None and facts.trials.chunks:
+        return facts.trials.chunks
     return WHOLE_LOSS.get(recipe.parallel.strategy, "")
 
 

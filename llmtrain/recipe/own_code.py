@@ -56,6 +56,13 @@ def _module(value: Any, name: str) -> str:
     return stem
 
 
+def share_program() -> None:
+    """Makes the running program importable under its own name, so that what it defines is not defined twice."""
+    program = sys.modules["__main__"]
+    if file := getattr(program, "__file__", None):
+        sys.modules.setdefault(Path(file).stem, program)
+
+
 def _place(value: Any) -> str:
     line = definition_line(value)
     return f" ({line.removesuffix(': ')})" if line else ""

@@ -90,6 +90,11 @@ class ModelConfig(Part):
     kept_rows: PositiveInt | None = None
     """With `new_tokens`, the number of rows of the pretrained embedding that are kept; all other rows are initialised
     with their mean. Default: the number of tokens in the tokenizer."""
+    num_labels: PositiveInt | None = None
+    """Number of outputs for each token, of a new linear layer without a bias in place of the head over the vocabulary:
+    the family's `...ForSequenceClassification` of `transformers`, as which the model is exported, for classifiers and
+    reward models. It needs a loss of your own, which gets these outputs [rows, length, num_labels] instead of logits.
+    Weights of `pretrained` that have such a head keep it; otherwise it is drawn with the run's seed."""
     attention: Literal[
         "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"
@@ -124,6 +129,8 @@ class ModelConfig(Part):
             )
         if self.build is None and (self.tiny or self.parts or self.tp_plan):
             raise ValueError("`tiny`, `parts` and `tp_plan` are only used with `build`")
+        if self.build is not None and self.num_labels is not None:
+            raise ValueError("`num_labels` has no effect on a model of your own: let `build` return one with that head")
         if self.adapter is not None and self.trainable:
             raise ValueError("`adapter` freezes every weight; name what else to train in `adapter.modules_to_save`")
         if self.quantize != "none" and (self.adapter is None or self.pretrained is None):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -74,6 +75,18 @@ class Run:
     profiler: StepProfiler | None = None
     callbacks: Callbacks = field(default_factory=Callbacks)
     outputs: ProgressOutputs = ProgressOutputs()
+    meter: Meter = field(default_factory=Meter)
+    """Counts the steps since the last logged one."""
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the run has ended; not after `stop_step`, since a run that stops early must not log more often."""
+        return self.state.step == self.recipe.train.steps or bool(self.state.ended)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether to take another step. Each rank asks once after each step."""
+        return self.state.step < self.stop_step and not self.state.ended and not self.stop.should_stop(self.state.step)
 
 
 class TooManySkippedError(Exception):
@@ -93,69 +106,82 @@ def fit(run: Run) -> None:
     recipe, state = run.recipe, run.state
     if state.ended:
         return
-    run.callbacks.load(state.callbacks)
-    run.callbacks.add(_call(run, "on_train_begin").metrics)
+    begin(run)
     if state.step == 0 and recipe.evaluates_at_start:
         evaluate(run)
-    meter = Meter()
+    run.meter = Meter()
     saved = state.step
     with closing(run.data.train_batches(state.samples)) as batches:
-        while state.step < run.stop_step and not state.ended and not run.stop.should_stop(state.step):
-            run.heartbeat.begin_step(state.step + 1)
-            wait_started = time.perf_counter()
-            batch = next(batches)
-            waited = time.perf_counter() - wait_started
-            if run.profiler:
-                run.profiler.begin(state.step + 1)
-            result = run.engine.train_step(batch)
-            run.heartbeat.end_step(waited)
-            state.step += 1
-            state.samples += batch.samples
-            state.tokens += batch.target_tokens
-            meter.add(batch.target_tokens, waited)
-            run.progress.advance(state.step)
-            if run.profiler:
-                run.profiler.end(state.step)
-            # The recipe's last step, not `stop_step`: a run that stops early must not log or evaluate more often.
-            at_end = state.step == recipe.train.steps
-            is_logged = at_end or _due(recipe.logging.every_steps, state.step)
-            asked = _end_step(run, result, meter, batch, is_logged)
-            at_end = at_end or bool(asked.stop)
-            if is_logged and run.profiler:
-                run.profiler.check_request(state.step)
-            # Separate from logging, because results must not depend on what is logged.
-            if at_end or recipe.guard.looks_after(state.step):
-                _check_skipped(run)
-            with meter.paused():
+        while run.goes_on:
+            batch, waited = begin_step(run, batches)
+            asked = end_step(run, run.engine.train_step(batch), batch, waited)
+            with run.meter.paused():
                 every = recipe.evaluation.every_steps
-                if asked.evaluate or (every and (at_end or _due(every, state.step))):
+                if asked.evaluate or (every and (run.at_end or _due(every, state.step))):
                     asked = replace(asked, save=asked.save | evaluate(run).save)
-                if run.outputs.sampler and (at_end or _due(recipe.samples.every_steps, state.step)):
+                if run.outputs.sampler and (run.at_end or _due(recipe.samples.every_steps, state.step)):
                     sample(run, run.outputs.sampler)
             if asked.save or _due(recipe.checkpoint.every_steps, state.step):
-                with meter.saving():
-                    _save(run)
+                save(run)
                 saved = state.step
-            with meter.paused():
+            with run.meter.paused():
                 _announce_save(run)
     if saved != state.step:
-        _save(run)
-    with run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
-        run.saver.wait()
-    _announce_save(run)
+        save(run)
+    finish(run)
+
+
+def begin(run: Run) -> None:
+    """Loads and calls the callbacks before the first step of this process."""
+    run.callbacks.load(run.state.callbacks)
+    run.callbacks.add(_call(run, "on_train_begin").metrics)
+
+
+def finish(run: Run) -> None:
+    """Waits for the last save, and calls the callbacks after the last step of this process."""
+    finish_save(run)
     _call(run, "on_train_end")
 
 
-def _end_step(run: Run, result: StepResult, meter: Meter, batch: StepBatch, is_logged: bool) -> Requests:
-    """Calls the callbacks, and logs the step if it is due or if they end the run; returns what they ask for."""
-    record = _record(run, result, meter, batch) if is_logged else None
-    with meter.paused():
+def begin_step(run: Run, batches: Iterator[StepBatch]) -> tuple[StepBatch, float]:
+    """Returns the next batch, and the seconds that this rank has waited for it."""
+    run.heartbeat.begin_step(run.state.step + 1)
+    started = time.perf_counter()
+    batch = next(batches)
+    waited = time.perf_counter() - started
+    if run.profiler:
+        run.profiler.begin(run.state.step + 1)
+    return batch, waited
+
+
+def end_step(run: Run, result: StepResult, batch: StepBatch, waited: float) -> Requests:
+    """Counts a step, calls the callbacks, and logs the step if it is due; returns what the callbacks ask for.
+
+    waited: seconds spent waiting for the batch. Raises TooManySkippedError.
+    """
+    state, recipe = run.state, run.recipe
+    run.heartbeat.end_step(waited)
+    state.step += 1
+    state.samples += batch.samples
+    state.tokens += batch.target_tokens
+    run.meter.add(batch.target_tokens, waited)
+    run.progress.advance(state.step)
+    if run.profiler:
+        run.profiler.end(state.step)
+    is_logged = run.at_end or _due(recipe.logging.every_steps, state.step)
+    record = _record(run, result, batch) if is_logged else None
+    with run.meter.paused():
         asked = _call(run, "on_step_end", record, is_logged)
     run.callbacks.add(asked.metrics)
     if asked.stop and record is None:
-        record = _record(run, result, meter, batch)
+        record = _record(run, result, batch)
     if record is not None and run.metrics:
         _log(run, run.metrics, record)
+    if is_logged and run.profiler:
+        run.profiler.check_request(state.step)
+    # Separate from logging, because results must not depend on what is logged.
+    if run.at_end or recipe.guard.looks_after(state.step):
+        _check_skipped(run)
     return asked
 
 
@@ -237,9 +263,9 @@ def sample(run: Run, sampler: Sampler) -> None:
         run.progress.show_samples(run.state.step, samples)
 
 
-def _save(run: Run) -> None:
+def save(run: Run) -> None:
     """Starts a save. Flushes the metrics first, so that a resumed run lacks no line."""
-    with run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
+    with run.meter.saving(), run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
         if run.metrics:
             run.metrics.flush()
         if run.callbacks.awaits_save:
@@ -248,6 +274,13 @@ def _save(run: Run) -> None:
         run.state.callbacks = run.callbacks.state()
         run.saver.start(run.state)
         run.callbacks.awaits_save = "on_save" in run.callbacks.hooks
+
+
+def finish_save(run: Run) -> None:
+    """Waits until the last checkpoint is complete."""
+    with run.progress.busy(_saving(run)), run.heartbeat.phase(Phase.SAVING):
+        run.saver.wait()
+    _announce_save(run)
 
 
 def _saving(run: Run) -> str:
@@ -277,7 +310,7 @@ def _check_skipped(run: Run) -> None:
         raise TooManySkippedError(skipped)
 
 
-def _record(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> Record | None:
+def _record(run: Run, result: StepResult, batch: StepBatch) -> Record | None:
     """Returns the record of a step on rank 0, which waits for the device to read its values; None on other ranks."""
     sums = run.engine.metric_sums()
     router_loss = None if result.router_loss is None else all_reduce_sum(result.router_loss)
@@ -303,7 +336,7 @@ def _record(run: Run, result: StepResult, meter: Meter, batch: StepBatch) -> Rec
             lr=result.lr,
             tokens=run.state.tokens,
             samples=run.state.samples,
-            window=meter.close(),
+            window=run.meter.close(),
             peak_memory_bytes=_peak_memory(),
             skipped_steps=skipped.total,
             rollbacks=run.state.rollbacks,

@@ -22,7 +22,7 @@ from llmtrain.launch.authentication import Secret
 from llmtrain.launch.discovery.interfaces import set_interfaces
 from llmtrain.plan import Plan
 from llmtrain.plan.described import chosen_line, kernel_choice_lines
-from llmtrain.run_dir import RunDir, identity_of, write_json
+from llmtrain.run_dir import RunDir, write_json
 from llmtrain.run_dir.lock import RunLock
 from llmtrain.system.heartbeat import Heartbeat, Phase
 from llmtrain.system.host import bound_pinned_memory, limit_spinning
@@ -347,14 +347,10 @@ class _Worker:
 
     def _choose(self, resume: str, storage: Storage) -> ResumeChoice | None:
         """Returns the verified checkpoint to continue from, or None for a new run. Warns about damaged newer ones."""
-        from llmtrain.checkpoint.resume import choose_named, choose_newest
+        from llmtrain.checkpoint.resume import choose
 
-        if resume == "never":
-            return None
         with self.output.console.status("checking checkpoints"):
-            if resume != "auto":
-                return choose_named(Path(resume), self._run_id(), identity_of(self.plan.recipe), storage)
-            choice = choose_newest(self.run_dir.checkpoints, self._run_id(), storage)
+            choice = choose(resume, self.run_dir, self._run_id(), self.plan.recipe, storage)
         if choice:
             for problem in choice.rejected:
                 self.output.warn(str(problem))

@@ -393,7 +393,7 @@ def _torched(run: Trace) -> compare.Trace:
         ("schedule_free_adamw", 2, [ZERO[2]]),
         ("adafactor", 2, [ZERO[1], ZERO[3]]),
         ("adamw_8bit", 2, [ZERO[1], ZERO[3]]),
-        ("torch.optim:NAdam", 2, [ZERO[1], ZERO[3]]),
+        pytest.param("torch.optim:NAdam", 2, [ZERO[1], ZERO[3]], marks=pytest.mark.slow),
         pytest.param("torch.optim:NAdam", 2, [ZERO[0], ZERO[2], *OTHERS[:5]], marks=pytest.mark.breadth),
         pytest.param("torch.optim:NAdam", 2, OTHERS[5:], marks=pytest.mark.breadth),
         pytest.param("muon", 4, [FOUR[0]], marks=pytest.mark.slow),

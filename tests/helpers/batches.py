@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from llmtrain.data import Completions, MicroBatch, StepBatch
-from llmtrain.recipe import BatchConfig, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
+from llmtrain.recipe import BatchConfig, Custom, DataConfig, ModelConfig, OptimConfig, Recipe, Source, TrainConfig
 
 VOCAB = 256
 T = 32
@@ -21,6 +21,14 @@ MIXTRAL = {
     "model.config.router_aux_loss_coef": 0.5,
 }
 """Fields that make the tiny recipe's model a mixture of experts with a router's loss."""
+
+
+_LOSSES = "llmtrain.objectives:"
+CLASSIFIER: dict[str, Any] = {
+    "model.num_labels": 3,
+    "objective": Custom(f"{_LOSSES}classification", count=f"{_LOSSES}classified", classes=[3, 4, 5]),
+}
+"""Fields that give the tiny recipe's model a head for three of the likelier tokens."""
 
 
 WRAPPER: dict[str, Any] = {

@@ -68,6 +68,16 @@ SPLIT = {
 }
 
 
+class ScalesLogits(nn.Module):
+    def __init__(self, vocab_size, width=32):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, width)
+        self.head = nn.Linear(width, vocab_size)
+
+    def forward(self, tokens):
+        return 2 * self.head(self.table(tokens))
+
+
 class LastLogits(Decoder):
     def forward(self, tokens, position_ids=None):
         return super().forward(tokens, position_ids)[:, -1:]

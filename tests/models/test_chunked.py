@@ -89,7 +89,7 @@ def test_a_family_without_a_head_of_its_own_is_refused():
 
 
 def test_a_missing_gradient_is_detected(monkeypatch):
-    monkeypatch.setattr(ChunkedLoss, "_head", lambda self: [])
+    monkeypatch.setattr(chunked._Backbone, "parameters", lambda self: [])
     with pytest.raises(RecipeError, match="deviate by inf"):
         check_chunks(AutoConfig.for_model("llama", tie_word_embeddings=False))
 

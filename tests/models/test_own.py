@@ -64,7 +64,7 @@ def test_the_parts_of_the_examples_are_found(name, embedding, layers, head, auxi
     known = facts(recipe)
     assert (known.layers, known.vocab_size) == (4, 2048)
     assert known.trials.auxiliary_loss is auxiliary
-    assert known.trials.documents == ""
+    assert known.trials.documents == known.trials.chunks == ""
     assert bool(known.trials.stages) is auxiliary, "the loss of all layers is no sum that each stage could compute"
     assert known.tied_embeddings is (name == "nanogpt")
     module = causal_lm(model_configuration(recipe), recipe.model, torch.float32)
@@ -94,6 +94,7 @@ def test_a_split_model_without_a_head_of_its_own_can_be_divided_in_every_way():
     assert known.trials.model_dump(exclude={"saved"}) == dict.fromkeys(("documents", "stages", "tensor"), "") | {
         "auxiliary_loss": False,
         "is_random": False,
+        "chunks": "tests.helpers.own_models:Decoder has no linear layer whose result is the logits",
     }
     assert known.tied_embeddings
 
@@ -102,7 +103,7 @@ def test_a_split_model_without_a_head_of_its_own_can_be_divided_in_every_way():
     ("name", "message"),
     [
         ("LastLogits", "returns logits of shape [2, 1, 99] for tokens of shape [2, 16]"),
-        ("Raises", f"{ROOT}/tests/helpers/own_models.py, line 78: tests.helpers.own_models:Raises fails for tokens"),
+        ("Raises", f"{ROOT}/tests/helpers/own_models.py, line 88: tests.helpers.own_models:Raises fails for tokens"),
         ("NoEmbedding", "passes its tokens to no torch.nn.Embedding"),
         ("MixesRows", "the logits of a row depend on the other rows of the batch"),
         ("LooksAhead", "the logits of a position depend on later tokens"),
@@ -133,6 +134,7 @@ def test_arguments_and_names_that_do_not_exist_are_refused_with_the_nearest_ones
         ("MixesDocuments", "documents", "its attention has to be scaled_dot_product_attention with is_causal=True"),
         ("OwnMask", "documents", "its attention has to be scaled_dot_product_attention with is_causal=True"),
         ("Skips", "stages", "parts deviate from the whole model's"),
+        ("ScalesLogits", "chunks", "losses or gradients deviate by"),
     ],
 )
 def test_what_a_model_does_not_support_is_a_reason_of_the_plan(name, field, reason):

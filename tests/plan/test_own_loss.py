@@ -12,7 +12,7 @@ import torch
 from llmtrain import Cluster, Custom, ObjectiveConfig
 from llmtrain.errors import RecipeError
 from llmtrain.plan.facts.model_facts import model_facts
-from llmtrain.plan.facts.own_loss import check_loss, own_metrics
+from llmtrain.plan.facts.own_loss import Sizes, check_loss, own_metrics
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.own_code import object_paths
 from tests.helpers import own_losses
@@ -20,6 +20,7 @@ from tests.helpers.batches import tiny_recipe
 
 LOSSES = "llmtrain.objectives:"
 VOCABULARY = 64
+SIZES = Sizes(VOCABULARY, VOCABULARY)
 SUM = "is not a sum over its rows: "
 RIGHT = [
     Custom(own_losses.token_sum),
@@ -29,8 +30,8 @@ RIGHT = [
     Custom(LOSSES + "z_loss", weight=0.1),
     Custom(LOSSES + "focal"),
     Custom(LOSSES + "classification", count=LOSSES + "classified", classes=[3, 4, 5]),
-    Custom(LOSSES + "reward_model", unit="pair", token=3),
-    Custom(LOSSES + "regression", unit="document", columns=["score"], token=3),
+    Custom(LOSSES + "reward_model", unit="pair"),
+    Custom(LOSSES + "regression", unit="document", columns=["score"]),
     Custom(own_losses.weighted, columns=["a", "b"]),
     Custom(own_losses.weighted_documents, columns=["a"], unit="document"),
     Custom(own_losses.pair_with_margin, columns=["loss_weight"], unit="pair"),
@@ -38,6 +39,8 @@ RIGHT = [
     Custom(own_losses.heavy, columns=["a"], count=own_losses.count_heavy, unit="document"),
     Custom(own_losses.class_of_column, columns=["kind"], unit="document"),
 ]
+OUTPUTS = {LOSSES + "classification": 3, LOSSES + "reward_model": 1, LOSSES + "regression": 1}
+"""Those of losses for another head than that over the vocabulary."""
 WRONG = {
     own_losses.mean_of_tokens: SUM + "as 'loss' it returns the sum",
     own_losses.mean_of_rows: SUM,
@@ -60,13 +63,19 @@ WRONG = {
 
 @pytest.mark.parametrize("objective", RIGHT, ids=lambda objective: objective.name.partition(":")[2])
 def test_losses_that_can_be_divided_are_accepted(objective):
-    check_loss(objective, None, VOCABULARY)
+    check_loss(objective, None, Sizes(VOCABULARY, OUTPUTS.get(objective.name, VOCABULARY)))
+
+
+@pytest.mark.parametrize("objective", [one for one in RIGHT if one.name in OUTPUTS], ids=lambda one: one.name)
+def test_a_loss_for_another_head_is_refused_without_it(objective):
+    with pytest.raises(RecipeError, match=f"has 64 outputs for a token, not {OUTPUTS[objective.name]}: set model.num_"):
+        check_loss(objective, None, SIZES)
 
 
 @pytest.mark.parametrize("loss", WRONG, ids=lambda loss: loss.__name__)
 def test_losses_that_cannot_be_divided_are_refused_with_their_line(loss):
     with pytest.raises(RecipeError) as error:
-        check_loss(Custom(loss), None, VOCABULARY)
+        check_loss(Custom(loss), None, SIZES)
     (problem,) = error.value.problems
     assert (problem.rule, problem.field) == ("code.loss", "objective.name")
     line = inspect.getsourcelines(loss)[1]
@@ -90,7 +99,7 @@ def test_losses_that_cannot_be_divided_are_refused_with_their_line(loss):
 )
 def test_units_and_counts_that_are_not_those_of_the_loss_are_refused(objective, message):
     with pytest.raises(RecipeError) as error:
-        check_loss(objective, None, VOCABULARY)
+        check_loss(objective, None, SIZES)
     assert error.value.problems[0].rule == "code.loss"
     assert message in error.value.problems[0].message
 
@@ -107,7 +116,7 @@ def test_units_and_counts_that_are_not_those_of_the_loss_are_refused(objective, 
 )
 def test_a_loss_that_raises_is_reported(loss, columns):
     with pytest.raises(RecipeError) as error:
-        check_loss(Custom(loss, columns=columns), None, VOCABULARY)
+        check_loss(Custom(loss, columns=columns), None, SIZES)
     (problem,) = error.value.problems
     assert problem.rule == "code.raises"
     assert f"own_losses:{loss.__name__} fails for logits [4, 6, {VOCABULARY}]: " in problem.message
@@ -115,8 +124,8 @@ def test_a_loss_that_raises_is_reported(loss, columns):
 
 def test_the_trial_leaves_random_numbers_as_they_were():
     before = torch.get_rng_state()
-    assert own_metrics(RIGHT[1], None, VOCABULARY) == ("length",)
-    check_loss(RIGHT[0], None, VOCABULARY)
+    assert own_metrics(RIGHT[1], None, SIZES) == ("length",)
+    check_loss(RIGHT[0], None, SIZES)
     assert torch.equal(torch.get_rng_state(), before)
 
 

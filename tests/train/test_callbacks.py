@@ -457,6 +457,7 @@ def _train_command(small_recipe, folder: Path, *callbacks: dict):
     return llmtrain("train", small_recipe, "--run-dir", folder / "run", *more)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_callback_ends_the_run_on_all_ranks(small_recipe, folder):
     result = _train_command(small_recipe, folder, {"object": "Fails", "options": {"rank": 1}, "ranks": "all"})
     assert result.returncode == 5

@@ -15,6 +15,7 @@ from llmtrain.checkpoint.contents import TrainerState, changed_values, values_by
 from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
+from llmtrain.plan.facts.classifier import SUFFIX
 from llmtrain.plan.facts.families import TEXT_PARTS
 from llmtrain.recipe import ObjectiveConfig
 from llmtrain.system.untrusted import read_bytes
@@ -33,6 +34,7 @@ def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, 
     dtype: data type of the weights. metrics: `metrics.jsonl` of the run, which may not exist.
     """
     recipe = plan.recipe
+    auto_class = "AutoModelForCausalLM" if recipe.model.num_labels is None else f"AutoModel{SUFFIX}"
     train, evaluation = _last_lines(metrics, state.step)
     rows = [
         ("model", f"{_model_type(plan)}, {plan.model.parameters:,} parameters, {dtype}"),
@@ -58,8 +60,8 @@ def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, 
             *(f"| {name} | {_cell(value)} |" for name, value in rows),
             "\n## Use\n",
             "```python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
-            f'model = AutoModelForCausalLM.from_pretrained("{FOLDER}", dtype="auto")',
+            f"from transformers import {auto_class}, AutoTokenizer\n",
+            f'model = {auto_class}.from_pretrained("{FOLDER}", dtype="auto")',
             f'tokenizer = AutoTokenizer.from_pretrained("{FOLDER}")',
             "```",
             *_changes(state),
@@ -93,7 +95,7 @@ def _front_matter(plan: Plan) -> str:
     base = recipe.model.pretrained
     data = ModelCardData(
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag="text-generation" if recipe.model.num_labels is None else "text-classification",
         tags=["llmtrain", plan.model.model_type],
         datasets=[name for name in names if _on_the_hub(name)] or None,
         base_model=base if base and _on_the_hub(base) else None,

@@ -22,12 +22,13 @@ from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard, overriding
 from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather_partitioned
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import Accumulated, StepResult, with_router_loss
+from llmtrain.engines.engine import Accumulated, OwnPasses, Passes, StepResult
 from llmtrain.engines.forward import (
     check_kernels,
     forward,
     next_logits,
     objective_of,
+    run_model,
     use_kernels,
 )
 from llmtrain.engines.guard import (
@@ -58,7 +59,7 @@ from llmtrain.engines.state.save_load import (
     untrained_shards,
 )
 from llmtrain.engines.state.shards import CheckpointShard, ReplicaIndex, ShardLocation, WeightSlice
-from llmtrain.errors import CheckpointError, Problem
+from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
@@ -214,53 +215,74 @@ class DeepSpeedEngine(HasState):
         """Accumulates gradients over micro-batches, clips them, and updates the weights if the guard allows it."""
         if self.objective and self.objective.needs_divergence:
             estimate_divergence(self, [batch])
-        lr = self.learning_rate
+        with self._training():
+            return self._update(self._accumulate(batch))
+
+    @contextmanager
+    def own_passes(self, batch: StepBatch) -> Iterator[OwnPasses]:
+        """Returns the context of a step whose passes a loop of the user's own makes."""
+        if self._pipeline:
+            message = f"{self.plan.parallel.pipeline}: a pipeline makes its passes by itself"
+            fix = 'parallel.pipeline=1, or give your loss as objective=Custom("mine:loss") and call engine.train_step'
+            raise RecipeError(Problem("loop.pipeline", "parallel.pipeline", message, fix))
+        with self._training():
+            passes = OwnPasses(batch, self.device, self._run_model, self._backward, self._slice)
+            yield passes
+            passes.result = self._update(passes.accumulated())
+
+    @contextmanager
+    def _training(self) -> Iterator[None]:
+        """The context of a step."""
         with self._active(), no_host_checks(self.plan.recipe.parallel.precision):
-            accumulated = self._accumulate(batch)
-            # A pipeline's norm is taken in `decide`. That is too late to clip by it, but then the rules allow none.
-            grad_norm = None if self._pipeline else self._norm_unless_deepspeed_keeps_it()
-            if grad_norm is not None:
-                clip_by(self.engine, grad_norm)
-            # The same reduction gives DeepSpeed the norm that it uses within its step.
-            reduced_loss = self._norm_with_loss.take(accumulated.loss) if self._norm_with_loss else None
-
-            @torch.no_grad()
-            def decide(overflowed: Tensor | None) -> tuple[LossAndNorm, Tensor]:
-                norm = self._norm_within_step() if grad_norm is None else grad_norm
-                if reduced_loss is None:
-                    measured = reduce_loss_and_norm(accumulated.loss, norm, replicas=self.plan.parallel.tensor)
-                else:
-                    measured = LossAndNorm(reduced_loss, finite_or_infinite(norm))
-                return measured, self.guard.should_skip(measured, overflowed)
-
-            step = self._pipeline.step if self._pipeline else self.engine.step
-            measured = step_with_verdict(step, self.engine.basic_optimizer, decide, self.device)
-        return StepResult(measured.loss, measured.grad_norm, lr, accumulated.router_loss)
+            if not self.model.training:  # visiting every module costs as much as a small update
+                self.engine.train()
+            yield
 
     def _accumulate(self, batch: StepBatch) -> Accumulated:
         """Accumulates the gradients of this rank's micro-batches."""
-        if not self.model.training:  # visiting every module costs as much as a small update
-            self.engine.train()
         if self.objective:
             self.objective.begin()
         if self._pipeline:
             return self._pipeline.accumulate(batch, self._slices(batch), self.objective)
-        total, router_loss = torch.zeros((), device=self.device), None
-        for index, micro_batch in enumerate(batch.micro_batches, start=1):
-            loss_sum, auxiliary = self._forward(micro_batch)
-            loss = loss_sum * (
-                self.plan.gradient_ranks / batch.divisor
-            )  # DeepSpeed averages gradients over these ranks
-            if auxiliary is not None:  # DeepSpeed averages its gradients over ranks, too
-                loss = loss + auxiliary / len(batch.micro_batches)
-                router_loss = with_router_loss(router_loss, auxiliary)
-            for axis in self.axes:
-                axis.before_backward()
-            self.engine.backward(loss, scale_wrt_gas=False)
-            if index < len(batch.micro_batches):
-                self.engine.step()  # counts the micro-batch; only the step after the last one updates
-            total += loss_sum.detach()
-        return Accumulated(total / batch.divisor, router_loss)
+        passes = Passes(batch, self.device)
+        for micro_batch in batch.micro_batches:
+            self._backward(passes, *self._forward(micro_batch))
+        return passes.accumulated()
+
+    def _backward(self, passes: Passes, loss_sum: Tensor, auxiliary: Tensor | None) -> None:
+        """Accumulates the gradients of a micro-batch. DeepSpeed averages gradients over ranks."""
+        loss = loss_sum * (self.plan.gradient_ranks / passes.divisor)
+        if auxiliary is not None:
+            loss = loss + auxiliary / passes.number
+        for axis in self.axes:
+            axis.before_backward()
+        self.engine.backward(loss, scale_wrt_gas=False)
+        if not passes.at_last:
+            self.engine.step()  # counts the micro-batch; only the step after the last one updates
+        passes.add(loss_sum, auxiliary)
+
+    def _update(self, accumulated: Accumulated) -> StepResult:
+        """Takes the norm, clips by it, and updates the weights if the guard allows it."""
+        lr = self.learning_rate
+        # A pipeline's norm is taken in `decide`. That is too late to clip by it, but then the rules allow none.
+        grad_norm = None if self._pipeline else self._norm_unless_deepspeed_keeps_it()
+        if grad_norm is not None:
+            clip_by(self.engine, grad_norm)
+        # The same reduction gives DeepSpeed the norm that it uses within its step.
+        reduced_loss = self._norm_with_loss.take(accumulated.loss) if self._norm_with_loss else None
+
+        @torch.no_grad()
+        def decide(overflowed: Tensor | None) -> tuple[LossAndNorm, Tensor]:
+            norm = self._norm_within_step() if grad_norm is None else grad_norm
+            if reduced_loss is None:
+                measured = reduce_loss_and_norm(accumulated.loss, norm, replicas=self.plan.parallel.tensor)
+            else:
+                measured = LossAndNorm(reduced_loss, finite_or_infinite(norm))
+            return measured, self.guard.should_skip(measured, overflowed)
+
+        step = self._pipeline.step if self._pipeline else self.engine.step
+        measured = step_with_verdict(step, self.engine.basic_optimizer, decide, self.device)
+        return StepResult(measured.loss, measured.grad_norm, lr, accumulated.router_loss)
 
     @property
     def learning_rate(self) -> float:
@@ -272,6 +294,9 @@ class DeepSpeedEngine(HasState):
         """Returns this rank's sum of losses, and the auxiliary loss of a mixture of experts."""
         batch = self._slice(micro_batch)
         return forward(self.engine, self.model, batch, self.device, self.objective, micro_batch)
+
+    def _run_model(self, batch: MicroBatch, whole: MicroBatch) -> tuple[Any, Tensor | None]:
+        return run_model(self.engine, self.model, batch, whole, self.device)
 
     @torch.no_grad()
     def eval_step(self, batch: StepBatch) -> Tensor:

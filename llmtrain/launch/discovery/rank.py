@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from llmtrain.errors import Problem
+from llmtrain.launch.rendezvous import free_port
 
 T = TypeVar("T")
 
@@ -41,6 +42,11 @@ class Rank:
     def on_one_machine(self) -> bool:
         """Whether all workers are on this machine, so that no other machine needs to be reached."""
         return self.local_world_size >= self.world_size
+
+    @classmethod
+    def alone(cls) -> Self:
+        """Returns the rank of a program that no launcher has started."""
+        return cls(0, 0, 1, 1, LOOPBACK, free_port(), "python", nodes=1)
 
     @property
     def is_main(self) -> bool:

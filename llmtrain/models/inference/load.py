@@ -18,6 +18,7 @@ from llmtrain.models.adapter import wrong_values
 from llmtrain.models.hub_names import remote_code_errors
 from llmtrain.models.pretrained import is_finite, is_quantized, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
+from llmtrain.plan.facts.classifier import SUFFIX
 from llmtrain.system.hub import probe_hub_for, stored_file
 from llmtrain.system.untrusted import file_fault, is_folder, read_json, require_regular_files, utf8_name
 
@@ -76,11 +77,22 @@ def load_causal_lm(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
             probe_hub_for(str(lora.base_model_name_or_path), lora.revision)
             if isinstance(lora, peft.LoraConfig) and (wrong := wrong_values(lora)):
                 raise CheckpointError(Problem("model.adapter", str(folder), f"its adapter has {wrong}", AGAIN))
+        _check_head(folder)
         with checked_loading(check):
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
                 str(named), trust_remote_code=trust_remote_code
             )
         return model
+
+
+def _check_head(folder: Path) -> None:
+    """Raises CheckpointError for a classifier, which has no logits of tokens."""
+    file = folder / "config.json"
+    for name in (read_json(file, dict[str, Any]).get("architectures") or ()) if file.is_file() else ():
+        if str(name).endswith(SUFFIX):
+            message = f"holds a classifier ({name}), which has no head over the vocabulary: it cannot continue texts"
+            fix = f"load it with AutoModel{SUFFIX}"
+            raise CheckpointError(Problem("model.classifier", str(folder), message, fix))
 
 
 def _differences(name: str, model: PreTrainedModel, report: Any) -> Iterator[Problem]:

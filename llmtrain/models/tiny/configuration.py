@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from llmtrain.plan.facts.classifier import is_classifier
+
 LAYERS = 4
 """Layers of tiny copies: families whose kinds of layers alternate, or share weights, cannot be built with fewer."""
 VOCABULARY = 99
@@ -64,7 +66,7 @@ _UNDECLARED = (
     *("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio"),
 )
 """Sizes that some families leave unset."""
-_DROPPED = ("id2label", "label2id", "dtype", "transformers_version", "model_type", "architectures", "_name_or_path")
+_DROPPED = ("id2label", "label2id", "dtype", "transformers_version", "model_type", "_name_or_path")
 
 
 def shrink_configuration(config: PreTrainedConfig, layers: int | None = None, **overrides: Any) -> PreTrainedConfig:
@@ -78,6 +80,8 @@ def shrink_configuration(config: PreTrainedConfig, layers: int | None = None, **
     total = text.num_hidden_layers
     kept = list(range(total)) if layers is None else _one_of_each(text.to_dict(), total, layers)
     shrunk = _shrunk(values, total, kept)
+    if is_classifier(config):
+        shrunk["num_labels"] = VOCABULARY  # so that the losses of trials have tokens as targets
     if "arguments" in values:  # a user's own model
         tiny = config.origin.tiny_arguments(layers)
         return type(config)(
@@ -102,9 +106,8 @@ def with_layers(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     text = config.get_text_config(decoder=True)
     total = text.num_hidden_layers
     kept = _one_of_each(text.to_dict(), total, min(layers, total))
-    return type(config)(
-        **{name: _of_layers(name, value, total, kept) for name, value in values.items() if name not in _DROPPED}
-    )
+    kept_values = {name: _of_layers(name, value, total, kept) for name, value in values.items() if name not in _DROPPED}
+    return type(config)(**kept_values, num_labels=config.num_labels)
 
 
 def _of_layers(name: str, value: Any, total: int, kept: list[int]) -> Any:
@@ -172,4 +175,4 @@ def _one_of_each(values: dict[str, Any], total: int, layers: int) -> list[int]:
         ranks.append((seen[kind], layer))
         seen[kind] += 1
     order = [layer for _, layer in sorted(ranks)]
-    return [order[number % total] for number in range(layers)]
+    return [order[number % total] for number in range(layers if total else 0)]

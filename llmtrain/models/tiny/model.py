@@ -7,8 +7,9 @@ import math
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from llmtrain.models.classifier import decoder_of
 from llmtrain.models.initial import draw_all_weights
 
 TOLERANCE = 1e-5
@@ -26,9 +27,7 @@ COPY_ERRORS = (*MODEL_ERRORS, StrictDataclassError)
 
 def build_tiny_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
     """Builds the whole model in fp32 with weights that expose differences: no norm is 1, and no bias or gate is 0."""
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attention, dtype=torch.float32
-    )
+    model = decoder_of(config, attn_implementation=attention, dtype=torch.float32)
     draw_all_weights(model, 0)
     model.tie_weights()
     torch.manual_seed(0)

@@ -18,6 +18,8 @@ from typing import IO, Any
 from llmtrain.errors import Problem, RecipeError, UserError
 from llmtrain.system.parent import start_child
 
+_IS_HELPER = "llmtrain-helper"
+"""The argument of a helper process."""
 MAX_ERROR_LINES = 20
 """Lines of a failed process that a message shows."""
 
@@ -80,6 +82,11 @@ class HelperProcess:
         return _checked(json.loads(line))
 
 
+def is_helper() -> bool:
+    """Whether this process answers requests of another one."""
+    return _IS_HELPER in sys.argv
+
+
 def answer_request(module: str) -> None:
     """Answers the request on standard input: the main function of a process of `run_helper`."""
     with _result() as result:
@@ -114,7 +121,7 @@ def _result() -> Iterator[IO[str]]:
 
 
 def _command(function: str, module: str) -> list[str]:
-    return [sys.executable, "-c", f"from {__name__} import {function}; {function}({module!r})"]
+    return [sys.executable, "-c", f"from {__name__} import {function}; {function}({module!r})", _IS_HELPER]
 
 
 def _environment() -> dict[str, str]:

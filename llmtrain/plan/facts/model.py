@@ -30,6 +30,8 @@ class OwnTrials(Part):
     """Why it cannot be cut into the stages of a pipeline."""
     tensor: str
     """Why its matrices cannot be split among tensor parallel ranks."""
+    chunks: str = ""
+    """Why its loss needs the logits of all tokens at once."""
     saved: tuple[tuple[Precision, tuple[SavedBytes, ...]], ...] = ()
     """For each precision and layer, what it saves for its backward pass; empty for a model that cannot be traced."""
 
@@ -63,6 +65,8 @@ class ModelFacts(Part):
     """Width of a head."""
     vocab_size: int
     """Rows of the embedding."""
+    num_labels: int | None = None
+    """Outputs of the head for a token, if it is not that over the vocabulary."""
     max_positions: int | None
     """Longest sequence that the configuration declares."""
     learned_positions: bool = False
@@ -102,6 +106,11 @@ class ModelFacts(Part):
     """Whether the output projection is trained."""
     source: str
     """`arithmetic` or `meta device`."""
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the head for a token: the logits, unless another head replaces it."""
+        return self.num_labels or self.vocab_size
 
     @property
     def text_type(self) -> str:

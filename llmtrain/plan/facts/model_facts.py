@@ -21,6 +21,7 @@ from llmtrain.plan.facts.built_model import (
     weights_of,
     without_gradient,
 )
+from llmtrain.plan.facts.classifier import FIELD, MODULE, SUFFIX, with_head
 from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.own_model import own_model_facts
@@ -82,13 +83,16 @@ def model_facts(model: ModelConfig, vocab_size: int | None, code_dir: str | None
     """
     if model.build is not None:
         return with_trained(own_model_facts(model, vocab_size, code_dir), model)
-    return with_trained(_model_facts(model, vocab_size), model)
+    return with_trained(with_head(_model_facts(model, vocab_size), model), model)
 
 
 def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     if model.pretrained is not None:
         model_type, declared = pretrained_config(model)
         if has_own_code(model, declared):
+            if model.num_labels is not None:
+                message = f"{model.pretrained} has code of its own, whose head is not replaced"
+                raise RecipeError(Problem("model.classifier", FIELD, message, "use a family of transformers"))
             own = pretrained_configuration(model, {})
             known = frozenset(own.to_dict()) | frozenset(own.attribute_map)
             if problems := _unknown_keys(model.config, known, model_type):
@@ -450,7 +454,25 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
         raise RecipeError(problems)
     if problems := _too_large(given):
         raise RecipeError(problems)
-    return _built_facts(model_type, lambda: config_class(**given))
+    facts = _built_facts(model_type, lambda: config_class(**given))
+    if model.num_labels is not None:
+        _check_classifier(model_type, config_class(**given))
+    return facts
+
+
+def _check_classifier(model_type: str, config: PreTrainedConfig) -> None:
+    """Raises RecipeError for a family without a classifier that is its decoder and a linear layer."""
+    import torch
+    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
+
+    why = f"transformers has no ...{SUFFIX} of this family"
+    if type(config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        with torch.device("meta"):
+            if hasattr(AutoModelForSequenceClassification.from_config(config), MODULE):
+                return
+        why = f"its classifier has no linear layer `{MODULE}`"
+    message = f"'{model_type}' cannot have another head: {why}"
+    raise RecipeError(Problem("model.classifier", FIELD, message, "use another family, such as llama or qwen3"))
 
 
 def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:

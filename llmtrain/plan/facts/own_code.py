@@ -18,7 +18,7 @@ from pydantic import Field
 from llmtrain.errors import Problem, RecipeError, UserError, format_value
 from llmtrain.plan.facts.helper_process import run_helper
 from llmtrain.plan.facts.own_callbacks import callback_problems, tracker_problems
-from llmtrain.plan.facts.own_loss import check_loss
+from llmtrain.plan.facts.own_loss import Sizes, check_loss
 from llmtrain.recipe import KernelsConfig, ObjectiveConfig, ParallelConfig, Part, Recipe, parse_recipe
 from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
 from llmtrain.system.durable import write_atomically
@@ -51,10 +51,10 @@ class OwnCode(Part):
         return {**{name: digest[:12] for name, digest in self.files.items()}, **self.packages}
 
 
-def examined(recipe: Recipe, vocabulary: int | None = None) -> OwnCode | None:
+def examined(recipe: Recipe, sizes: Sizes | None = None) -> OwnCode | None:
     """Returns the files and versions of a recipe's own code; None if the recipe names no object.
 
-    vocabulary: the number of logits of a token; if it is unknown, a loss is imported, but not tried.
+    sizes: of what a loss is given; if they are unknown, it is imported, but not tried.
     The result is cached until one of the files changes. Raises RecipeError with every object that cannot be imported.
     """
     objects = recipe.own_objects
@@ -67,8 +67,8 @@ def examined(recipe: Recipe, vocabulary: int | None = None) -> OwnCode | None:
         "options": {f"callbacks.{number}.object": one.options for number, one in enumerate(recipe.callbacks)},
         "loss": None,
     }
-    if recipe.objective.is_own and vocabulary is not None:
-        tried["loss"] = {"objective": recipe.objective.model_dump(mode="json"), "vocabulary": vocabulary}
+    if recipe.objective.is_own and sizes is not None:
+        tried["loss"] = {"objective": recipe.objective.model_dump(mode="json"), "sizes": list(sizes)}
     return examined_objects(objects, recipe.code_dir, tried)
 
 
@@ -143,7 +143,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if request["recipe"]:
         check_schedule(parse_recipe(request["recipe"]))
     if tried := request["loss"]:
-        check_loss(ObjectiveConfig.model_validate(tried["objective"]), folder, tried["vocabulary"])
+        check_loss(ObjectiveConfig.model_validate(tried["objective"]), folder, Sizes(*tried["sizes"]))
     roots = {path.partition(":")[0].partition(".")[0] for path in request["objects"].values()}
     return identified(roots, folder).model_dump()
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from llmtrain.errors import Problem, RecipeError, format_value
 from llmtrain.recipe import ObjectiveConfig
@@ -56,7 +56,16 @@ class _Result:
 
     sums: dict[str, tuple[float, float]]
     gradient: torch.Tensor
-    """As the logits: [rows, length, vocabulary]."""
+    """As the logits: [rows, length, outputs]."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of what a loss is given."""
+
+    vocabulary: int
+    """Labels are smaller."""
+    outputs: int
+    """Logits of a token: one for each token of the vocabulary, or those of another head (`model.num_labels`)."""
 
 
 @dataclass(frozen=True)
@@ -91,22 +100,22 @@ def sums_of(result: Any) -> Sums:
     return {str(name): (pair[0], pair[1]) for name, pair in sums.items()}
 
 
-def own_metrics(objective: ObjectiveConfig, folder: str | None, vocabulary: int) -> tuple[str, ...]:
+def own_metrics(objective: ObjectiveConfig, folder: str | None, sizes: Sizes) -> tuple[str, ...]:
     """Returns the names of the metrics that a user's own loss returns next to the loss.
 
-    folder: of the recipe's own modules. vocabulary: the number of logits of a token.
+    folder: of the recipe's own modules.
     """
-    trial = _Trial(objective, folder, vocabulary)
+    trial = _Trial(objective, folder, sizes)
     with trial.refusing():
         return tuple(name for name in trial.run(next(trial.random_inputs())).sums if name != "loss")
 
 
-def check_loss(objective: ObjectiveConfig, folder: str | None, vocabulary: int) -> None:
+def check_loss(objective: ObjectiveConfig, folder: str | None, sizes: Sizes) -> None:
     """Raises RecipeError, with file and line, for a loss or a count that cannot be divided among ranks.
 
     Arguments as for `own_metrics`.
     """
-    trial = _Trial(objective, folder, vocabulary)
+    trial = _Trial(objective, folder, sizes)
     with trial.refusing():
         for given in trial.random_inputs():
             trial.check(given)
@@ -118,7 +127,7 @@ class _Trial:
 
     objective: ObjectiveConfig
     folder: str | None
-    vocabulary: int
+    sizes: Sizes
 
     @cached_property
     def loss(self) -> Callable[..., Any]:
@@ -143,17 +152,18 @@ class _Trial:
         """Yields random input; half of the labels are tokens that the options name, if they name any."""
         import torch
 
-        named = [token for token in _integers(self.objective.options) if 0 <= token < self.vocabulary]
+        vocabulary = self.sizes.vocabulary
+        named = [token for token in _integers(self.objective.options) if 0 <= token < vocabulary]
         shape = (len(LENGTHS), max(LENGTHS))
         for _ in range(TRIALS):
-            labels = torch.randint(self.vocabulary, shape)
+            labels = torch.randint(vocabulary, shape)
             if named:
                 drawn = torch.tensor(named)[torch.randint(len(named), shape)]
                 labels = torch.where(torch.rand(shape) < 0.5, drawn, labels)
             columns, lengths = torch.arange(shape[1]), torch.tensor(LENGTHS)[:, None]
             # Each row begins with a token without a target, as a prompt has none, and ends with a target.
             labels[(columns == 0) | (columns >= lengths)] = NO_TARGET
-            yield _Input(2 * torch.randn(*shape, self.vocabulary), labels, self._random_columns())
+            yield _Input(2 * torch.randn(*shape, self.sizes.outputs), labels, self._random_columns())
 
     def _random_columns(self) -> dict[str, torch.Tensor]:
         """Returns columns of numbers from 0.1 to 1, half of them 1: a class, a weight or a score may be such.

@@ -141,8 +141,8 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
             # Gradients of the inputs of two projections, and that of the layer's output, which the residual passes on.
             lowest += stream + 2 * widths.computed * plan.model.hidden_size * tokens
             lowest -= _feed_forward(plan, weights.layer(index), widths) * tokens
-    loss, head = _loss(plan, tokens) if is_last else 0, head_parameters(plan.model) // plan.divisor("matrices")
-    gradient = 0 if chunks_loss(plan) else widths.computed * plan.model.vocab_size * tokens
+    loss, head = _loss(plan, tokens) if is_last else 0, _head(plan)
+    gradient = 0 if chunks_loss(plan) else widths.computed * plan.model.outputs * tokens
     return Activations(
         saved=saved,
         lowest=lowest,
@@ -171,19 +171,24 @@ def pinned(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def _head(plan: Plan) -> int:
+    """Returns the elements of the head on a rank: tensor parallel ranks split that over the vocabulary."""
+    return head_parameters(plan.model) // (plan.divisor("matrices") if plan.model.num_labels is None else 1)
+
+
 def _loss(plan: Plan, tokens: int) -> int:
     """Returns the largest number of bytes of the logits of that many tokens and of the loss's tensors."""
     widths = ELEMENT_BYTES[plan.recipe.parallel.precision]
-    head = head_parameters(plan.model) // plan.divisor("matrices") if plan.model.trains_head else 0
+    head = _head(plan) if plan.model.trains_head else 0
     of_logit = LOGIT_BYTES
     if overwrites_logits(plan):  # in lower precision, there are a copy in fp32 and a gradient besides
         of_logit = 4 if widths.computed == 4 else 4 + 2 * widths.computed
     if not chunks_loss(plan) or is_one_chunk(plan):
-        return of_logit * plan.model.vocab_size * tokens + overwrites_logits(plan) * widths.computed * head
-    logits = of_logit * plan.model.vocab_size * min(tokens, CHUNK_TOKENS)
+        return of_logit * plan.model.outputs * tokens + overwrites_logits(plan) * widths.computed * head
+    logits = of_logit * plan.model.outputs * min(tokens, CHUNK_TOKENS)
     if plan.recipe.kernels.loss == "liger":  # their gradient overwrites them
-        chunk = liger_chunk(tokens, plan.model.hidden_size, plan.model.vocab_size)
-        logits = widths.computed * plan.model.vocab_size * chunk
+        chunk = liger_chunk(tokens, plan.model.hidden_size, plan.model.outputs)
+        logits = widths.computed * plan.model.outputs * chunk
     elif recomputes_loss(plan.recipe):
         return logits
     # The gradient of the head in fp32, a part to be added to it, and the gradient of the hidden states.

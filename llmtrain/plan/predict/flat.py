@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import accumulate, islice
 from typing import Literal
 
+from llmtrain.plan.facts.classifier import HEAD
 from llmtrain.plan.facts.weights import HeldRows, Weight, Weights
 from llmtrain.plan.optimizers import block_of, is_matrix_of_layer, states_kept
 from llmtrain.plan.plan import Plan
@@ -331,6 +332,8 @@ def tensor_parallel_elements(plan: Plan, weights: Weights, weight: Weight) -> in
     """
     ranks = plan.parallel.tensor if ".self_attn." in f".{weight.name}" else plan.parallel.split_ranks
     if ranks == 1:
+        return weight.elements
+    if weight.name == HEAD:
         return weight.elements
     if any(weight is table for table in (*weights.embedding[:1], *weights.head)):
         # llmtrain splits embedding and head if the vocabulary is divisible.

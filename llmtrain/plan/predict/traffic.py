@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from llmtrain.plan.axes import used
 from llmtrain.plan.facts.weights import Weight
-from llmtrain.plan.flops import head_parameters
+from llmtrain.plan.flops import head_parameters, table_parameters
 from llmtrain.plan.kernels import feeds_in_tiles
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict import flat
@@ -204,18 +204,18 @@ class CommunicationGroups:
         again, tiled = self.share.recomputed_layers(stage), feeds_in_tiles(self.plan)
         sums = stage.layers * each + again + tiled * (stage.layers + again)
         tables = stage.embedding + stage.head
-        if self.share.splits_vocabulary and stage.head:
-            logits = self.share.tokens * self.plan.model.vocab_size * self.share.compute_bytes
+        split = stage.embedding * self.share.splits_vocabulary + stage.head * self.share.splits_head
+        if self.share.splits_head and stage.head:
+            logits = self.share.tokens * self.plan.model.outputs * self.share.compute_bytes
             yield Transfer("all_gather", ((logits, self.groups.tensor),))
-        if self.share.splits_vocabulary:
-            sums += tables
+        sums += split
         whole = ((self.hidden_states, self.groups.tensor),)
         if self.plan.megatron_sp_ranks == 1:
             yield Transfer("all_reduce", whole, sums)
         else:
             # A sum becomes a reduction, each rank for its own slice, and a gathering. A recomputed layer gathers twice.
             yield Transfer("reduce_scatter", whole, sums)
-            yield Transfer("all_gather", whole, sums + again + (0 if self.share.splits_vocabulary else tables))
+            yield Transfer("all_gather", whole, sums + again + tables - split)
         of_layer, last = self._summed_gradients()
         yield Transfer("all_reduce", of_layer, stage.layers)
         yield Transfer("all_reduce", last, stage.head)
@@ -319,7 +319,7 @@ class CommunicationGroups:
         The embedding and one more message are needed before anything can be computed, and their gradients come last.
         """
         slices = self.plan.divisor("matrices") if self.share.splits_vocabulary else 1
-        table = stage.embedding * head_parameters(self.plan.model) / slices
+        table = stage.embedding * table_parameters(self.plan.model) / slices
         return min(1.0, (table + self._message() / trained) / self.share.device_parameters(stage))
 
     def _message(self) -> float:

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.plan.facts.model import ModelFacts
-from llmtrain.plan.flops import backward_layers, head_parameters
+from llmtrain.plan.flops import backward_layers, head_parameters, table_parameters
 from llmtrain.plan.kernels import chunks_loss, feeds_in_tiles, is_one_chunk, recomputes_loss
 from llmtrain.plan.optimizers import OWN_TEMPORARIES, UPDATE_BYTES, MuonOptions, states_kept
 from llmtrain.plan.plan import Plan, StagePlan
@@ -176,16 +176,21 @@ class DeviceShare:
         if self.plan.parallel.autotp_ranks > 1:
             attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
             return stage.parameters - stage.experts - stage.layers * attention
-        if self.splits_vocabulary:
-            return 0
-        tables = stage.embedding + stage.head
-        return head_parameters(facts) * (min(tables, 1) if facts.tied_embeddings else tables)
+        table, head = stage.embedding and not self.splits_vocabulary, stage.head and not self.splits_head
+        if facts.tied_embeddings:
+            return head_parameters(facts) * (table or head)
+        return table_parameters(facts) * table + head_parameters(facts) * head
 
     @property
     def splits_vocabulary(self) -> bool:
-        """Whether tensor parallel ranks split embedding and head: if the vocabulary is divisible."""
+        """Whether tensor parallel ranks split the embedding: if the vocabulary is divisible."""
         ranks = self.plan.parallel.split_ranks
         return ranks > 1 and self.facts.vocab_size % ranks == 0
+
+    @property
+    def splits_head(self) -> bool:
+        """Whether they split the head, too: not one of a few outputs."""
+        return self.splits_vocabulary and self.facts.num_labels is None
 
 
 class Worker(DeviceShare):
@@ -246,9 +251,9 @@ class Worker(DeviceShare):
         """Returns the time of the product in the forward pass, and of the passes over the logits in both directions."""
         facts = self.facts
         # Logits are gathered, so each tensor parallel rank computes the whole loss.
-        split = self.plan.divisor("matrices") if self.splits_vocabulary else 1
+        split = self.plan.divisor("matrices") if self.splits_head else 1
         product = 2 * head_parameters(facts) / split * self.tokens / self.product_rate
-        return product, facts.vocab_size * self.tokens * self.assumed.logit_bytes / self.bandwidth
+        return product, facts.outputs * self.tokens * self.assumed.logit_bytes / self.bandwidth
 
     def update_bytes(self, stage: StageParameters) -> float:
         """Returns the bytes read and written per parameter in an update of fp32 states; lower weights are copies."""

@@ -10,6 +10,7 @@ from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.facts.own_code import examined
+from llmtrain.plan.facts.own_loss import Sizes
 from llmtrain.plan.facts.vocabulary import with_resized_vocabulary
 from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.plan import Batch, Plan
@@ -113,7 +114,7 @@ def resolve(recipe: Recipe, cluster: Cluster, facts: ModelFacts | None = None) -
         try:
             resized = with_resized_vocabulary(recipe)
             facts = model_facts(resized.model, resized.vocab_size, resized.code_dir)
-            code = examined(recipe, facts.vocab_size)
+            code = examined(recipe, Sizes(facts.vocab_size, facts.outputs))
             recipe = resized
         except RecipeError as error:
             faults.extend(error.problems)

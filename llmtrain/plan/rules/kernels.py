@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from llmtrain.plan.axes import TENSOR, used
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.kernels import TRACED, needs_whole_loss, recomputes_loss
+from llmtrain.plan.kernels import TRACED, WHOLE_LOSS, needs_whole_loss, recomputes_loss
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 
 WITHOUT_FP8 = {
@@ -66,9 +66,13 @@ def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
     logits themselves, or never hold the whole head. A user's own loss of documents is given all of their logits;
     compiled and Liger's kernels compute the cross-entropy."""
     loss, objective = draft.recipe.kernels.loss, draft.recipe.objective
-    if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe)):
+    if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe, draft.facts)):
         of_documents = objective.is_own and objective.reads_whole_documents
         what = f"objective.unit={objective.unit}" if of_documents else draft.parallel.strategy
+        if (labels := draft.recipe.model.num_labels) is not None:
+            what = f"model.num_labels={labels}"
+        elif draft.recipe.model.build and draft.parallel.strategy not in WHOLE_LOSS and not of_documents:
+            what = draft.recipe.model.build
         message = f"'{loss}' is not supported with {what}: {why}"
         yield Fault("kernels.loss", message, assignment(kernels__loss="whole"))
     elif objective.is_own and loss in ("compiled", "liger"):
@@ -81,7 +85,7 @@ def liger_loss(draft: Draft) -> Iterator[Fault]:
     """Refuses Liger's loss if the head is sharded or split, or if its gradients depend on a weight not yet known.
     Liger's loss reads the whole weight of the head, and computes gradients during the forward pass."""
     recipe = draft.recipe
-    if recipe.kernels.loss != "liger" or needs_whole_loss(recipe) or recipe.objective.is_own:
+    if recipe.kernels.loss != "liger" or needs_whole_loss(recipe, draft.facts) or recipe.objective.is_own:
         return  # `kernels.loss` refuses the last two
     is_preference, is_zero3 = draft.recipe.objective.is_preference, draft.parallel.zero_stage == 3
     is_scaled = recomputes_loss(draft.recipe) and not is_preference and not is_zero3

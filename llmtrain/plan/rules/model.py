@@ -7,7 +7,7 @@ from posixpath import commonpath
 
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS, TEXT_PARTS
-from llmtrain.plan.rules.rule import Fault, assignment, rule
+from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.system.hub import INDEX, SINGLE
 from llmtrain.system.untrusted import expanded, is_file
@@ -20,6 +20,7 @@ FLASH_HEAD = 256
 """Largest head size of FlashAttention's kernels (flash-attn's README, torch's `flash_api.cpp`)."""
 WITHOUT_FLASH_3 = ("b200",)
 """Devices that FlashAttention 3 has no machine code for (`hopper/setup.py` in flash-attn's source)."""
+EXAMPLE = "llmtrain.objectives:classification"
 EXPERT_ROW_BYTES = 16
 """Rows of the experts' matrices must be multiples of this many bytes."""
 
@@ -173,12 +174,41 @@ def without_gradient(draft: Draft) -> Iterator[Fault]:
         yield Fault("model", message)
 
 
+@rule("model.num_labels", "read")
+def num_labels(draft: Draft) -> Iterator[Fault]:
+    """Refuses another head than that over the vocabulary for what needs logits of tokens, and where it would not be
+    trained as in `transformers`. Only a loss of one's own knows what the outputs mean; the classifiers of
+    `transformers` compute no loss of routers."""
+    recipe, facts = draft.recipe, draft.facts
+    labels, objective = recipe.model.num_labels, recipe.objective
+    if labels is None:
+        return
+    without = "leave out model.num_labels"
+    if not objective.is_own:
+        message = f"'{objective.name}' needs logits over the vocabulary, which model.num_labels={labels} replaces"
+        yield Fault("objective.name", message, f"name a loss of your own, such as {EXAMPLE}, or {without}")
+    if recipe.samples.prompts:
+        message = f"cannot be continued: with model.num_labels={labels} the model has no logits of tokens"
+        yield Fault("samples.prompts", message, f"{assignment(samples__prompts='[]', samples__every_steps=0)}")
+    if recipe.tasks.names:
+        message = f"cannot be scored: with model.num_labels={labels} the model has no probabilities of texts"
+        yield Fault("tasks.names", message, assignment(tasks__names="[]"))
+    reasons = {
+        "PEFT would load the adapter without the new head": recipe.model.adapter is not None,
+        "quantized weights are loaded as a causal LM": bool(facts and facts.quantization),
+        "its classifier computes no loss of its routers": bool(recipe.model.config.get("output_router_logits")),
+    }
+    yield from fault_for(reasons, "model.num_labels", f"{labels} is not supported", without)
+
+
 @rule("model.router_loss", "read", refuses=False)
 def router_loss(draft: Draft) -> Iterator[Fault]:
     """Gives a note for a mixture of experts whose router's loss is not trained, unless the recipe says so itself.
     `transformers` computes the load balance loss only if the configuration asks for router logits."""
     facts, key = draft.facts, "output_router_logits"
-    if facts is not None and facts.router_loss_off and key not in draft.recipe.model.config:
+    if facts is None or facts.num_labels is not None:
+        return
+    if facts.router_loss_off and key not in draft.recipe.model.config:
         message = (
             f"the load balance loss of '{facts.model_type}' (coefficient {facts.router_loss_off:g}) is not trained, "
             "because its configuration does not ask for router logits"

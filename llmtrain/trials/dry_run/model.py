@@ -21,7 +21,10 @@ from llmtrain.models.tiny.model import MODEL_ERRORS
 from llmtrain.plan.facts.families import FAMILIES
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 
-IDENTITY = ("model_type", "architectures", "dtype", "transformers_version", "_name_or_path", "name_or_path")
+IDENTITY = (
+    *("model_type", "architectures", "dtype", "transformers_version", "_name_or_path", "name_or_path"),
+    *("id2label", "label2id"),
+)
 """Fields of a configuration that describe neither sizes nor switches."""
 _LAYER = re.compile(r"\.(\d+)\.")
 RANK = 2
@@ -65,7 +68,8 @@ def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
         if key not in IDENTITY and (family is None or key in family.keys)
     }
     declared["vocab_size"] = tiny.vocab_size
-    copy = ModelConfig(architecture=config.model_type, config=declared, attention=recipe.model.attention)
+    attention, labels = recipe.model.attention, recipe.model.num_labels
+    copy = ModelConfig(architecture=config.model_type, config=declared, attention=attention, num_labels=labels)
     trained = select_trained(recipe, config)
     return copy if trained is None else copy.model_copy(update=_trained(recipe.model, trained, config, tiny))
 

@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
@@ -328,6 +334,9 @@ class ReferenceLoop:
         if self.recipe.model.build is not None:
             logits, auxiliary = self._own_forward(inputs["input_ids"], weights, inputs["position_ids"])
             return _losses_of_rows(logits, targets), () if auxiliary is None else (auxiliary.reshape(1),), logits
+        if self.recipe.model.num_labels is not None:
+            scores = self._scores(weights, inputs)
+            return scores.new_zeros(len(rows)), (), scores
         with self._autocast():
             output = functional_call(self.model, dict(weights), kwargs=inputs)
         loss = _losses_of_rows(output.logits, targets)
@@ -337,6 +346,17 @@ class ReferenceLoop:
             _pad([torch.ones_like(document.inputs, dtype=torch.bool) for document, _ in rows]).flatten().to(self.device)
         )
         return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits], output.logits
+
+    def _scores(self, weights: Mapping[str, Tensor], inputs: dict[str, Any]) -> Tensor:
+        """Returns the scores of all tokens; the classifiers of `transformers` return those of the last one only."""
+        seen: list[Tensor] = []
+        if self.model.config.pad_token_id is None:
+            self.model.config.pad_token_id = 0  # by which it would look for the last token of each of several rows
+        handle = self.model.score.register_forward_hook(lambda module, args, scores: seen.append(scores))
+        with self._autocast():
+            functional_call(self.model, dict(weights), kwargs=inputs)
+        handle.remove()
+        return seen[0]
 
     def _own_forward(
         self, tokens: Tensor, weights: Mapping[str, Tensor], positions: Tensor | None = None
@@ -471,6 +491,10 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
         origin = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         size = fields.pop("vocab_size", None) if model.kept_rows else None
         config = AutoConfig.from_pretrained(model.pretrained, **origin, **fields)
+        if model.num_labels is not None:
+            config.num_labels = model.num_labels
+            classifier = AutoModelForSequenceClassification.from_pretrained(model.pretrained, config=config, **named)
+            return cast(PreTrainedModel, classifier.to(device))
         read = AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin, **named)
         with torch.device("meta"):
             declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
@@ -485,7 +509,11 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
         return cast(PreTrainedModel, read.to(device))
     if recipe.vocab_size is not None:
         fields["vocab_size"] = recipe.vocab_size
-    made = AutoModelForCausalLM.from_config(AutoConfig.for_model(model.architecture, **fields), **named)
+    config = AutoConfig.for_model(model.architecture, **fields)
+    kind: Any = AutoModelForCausalLM
+    if model.num_labels is not None:
+        config.num_labels, kind = model.num_labels, AutoModelForSequenceClassification
+    made = kind.from_config(config, **named)
     return cast(PreTrainedModel, made.to(device))
 
 

@@ -22,6 +22,7 @@ from llmtrain.models.adapter import is_adapter, weight_name
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
+from llmtrain.plan.facts.classifier import HEAD
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import write_atomically
@@ -199,14 +200,15 @@ def _reference(
 
 
 def drawn_weights(recipe: Recipe, device: torch.device) -> Weights:
-    """Returns the initial weights that no file holds: of a new model, or of a new adapter, as engines draw them."""
+    """Returns the initial weights that no file holds: of a new model, adapter or head, as engines draw them."""
     model = recipe.model
     has_new_adapter = model.adapter is not None and model.adapter.pretrained is None
-    if model.pretrained is not None and not has_new_adapter:
+    if model.pretrained is not None and not has_new_adapter and model.num_labels is None:
         return {}
     built = build_model(recipe, weight_dtype(recipe.parallel.precision), device).state_dict()
     named = {weight_name(name): weight for name, weight in built.items()}
-    return {name: weight for name, weight in named.items() if model.pretrained is None or is_adapter(name)}
+    drawn = [name for name in named if model.pretrained is None or is_adapter(name) or name == HEAD]
+    return {name: named[name] for name in drawn}
 
 
 def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterable[StepBatch]) -> Trace:

@@ -16,7 +16,7 @@ from llmtrain.plan.predict.model_state import state_of, sum_bytes, weight_bytes
 from llmtrain.plan.predict.parts import Parts
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.cluster import Cluster
-from tests.helpers.batches import GLOBAL_BATCH, tiny_recipe
+from tests.helpers.batches import CLASSIFIER, GLOBAL_BATCH, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.live_tensors import live_bytes, live_storages, measure
 from tests.helpers.moe import CONFIGS
@@ -68,6 +68,7 @@ def plans(ranks: int, stages, precisions, accumulations=(2,), optimizers=("adamw
     return found
 
 
+TENSOR = {"parallel.tensor": 2}
 UNTIED = {"model.config.tie_word_embeddings": False}
 OFFLOAD = {"parallel.offload_optimizer": "cpu"}
 OFFLOAD_ALL = OFFLOAD | {"parallel.offload_param": "cpu"}
@@ -176,6 +177,13 @@ def test_tensor_and_sequence_ranks_use_the_predicted_memory():
         for plan in plans(2, (0, 1, 2, 3), ("fp32", "bf16"), **{degree: 2}, **fields)
     ]
     check(2, chosen)
+
+
+@pytest.mark.slow
+def test_another_head_uses_the_predicted_memory():
+    of_tensor = [plan for stage in (1, 3) for plan in plans(2, (stage,), ("fp32",), **TENSOR, **CLASSIFIER)]
+    check(2, plans(2, (0, 2, 3), ("fp32",), **CLASSIFIER) + of_tensor)
+    check_stages(2, plans(2, (1,), ("fp32",), **TWO_STAGES, **CLASSIFIER))
 
 
 @pytest.mark.breadth

@@ -18,11 +18,11 @@ LOSSES = "llmtrain.objectives:"
 Z = Custom(LOSSES + "z_loss", weight=0.01)
 CLASSES = Custom(LOSSES + "classification", count=LOSSES + "classified", classes=[221, 83, 73, 69, 84])
 DOCUMENTS = Custom(own_losses.document_mean, unit="document")
-REWARD = Custom(LOSSES + "reward_model", unit="pair", token=7)
+REWARD = Custom(LOSSES + "reward_model", unit="pair")
 COLUMNS = ("a",)
 WEIGHTED = Custom(own_losses.weighted, columns=COLUMNS)
 HEAVY = Custom(own_losses.heavy, count=own_losses.count_heavy, columns=COLUMNS, unit="document")
-SCORES = Custom(LOSSES + "regression", unit="document", columns=("score",), token=7)
+SCORES = Custom(LOSSES + "regression", unit="document", columns=("score",))
 MARGINS = Custom(own_losses.pair_with_margin, unit="pair", columns=("loss_weight",))
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-tp2-zero1-acc4"]
 SLICES = ["dp1-sp2-zero1-acc4"]
@@ -57,7 +57,8 @@ def with_numbers(path: Path) -> Path:
 
 def recipe_of(objective, corpus, pairs, **fields):
     make, path = (small_pairs, pairs) if objective.compares_pairs else (small, corpus)
-    return make(path, objective=objective, **fields)
+    outputs = {CLASSES.name: len(CLASSES.options["classes"]), REWARD.name: 1, SCORES.name: 1}.get(objective.name)
+    return make(path, objective=objective, **{"model.num_labels": outputs}, **fields)
 
 
 @pytest.mark.parametrize(
@@ -113,16 +114,29 @@ def test_clean_plans_are_certified(objective, names, fields, corpus, pairs, tmp_
     ],
 )
 def test_every_planted_bug_is_detected(objective, bugs, corpus, pairs, tmp_path):
-    _detected(recipe_of(objective, corpus, pairs), "dp2-zero2-acc2", bugs, tmp_path)
+    _detected(recipe_of(objective, corpus, pairs), "dp2-zero2-acc2", "planted_own_loss", bugs, tmp_path)
 
 
 @pytest.mark.slow
 def test_numbers_of_other_slices_are_detected(corpus, pairs, tmp_path):
-    _detected(recipe_of(WEIGHTED, corpus, pairs), *SLICES, ("numbers_of_the_first_slice",), tmp_path)
+    bugs = ("numbers_of_the_first_slice",)
+    _detected(recipe_of(WEIGHTED, corpus, pairs), *SLICES, "planted_own_loss", bugs, tmp_path)
 
 
-def _detected(recipe, plan, bugs, folder):
+@pytest.mark.parametrize(
+    ("objective", "plan"),
+    [
+        pytest.param(REWARD, "dp1-pp2-zero1-acc4", id="stages", marks=SLOW),
+        pytest.param(CLASSES, "dp1-tp2-zero1-acc4", id="slices", marks=BREADTH),
+    ],
+)
+def test_every_bug_of_another_head_is_detected(objective, plan, corpus, pairs, tmp_path):
+    bugs = ("head_drawn_by_rank", "head_without_gradient", "position_before")
+    _detected(recipe_of(objective, corpus, pairs), plan, "planted_heads", bugs, tmp_path)
+
+
+def _detected(recipe, plan, planted, bugs, folder):
     job = job_of(recipe, [plan])
     run_ranks(1, refer, job, folder)
-    found = run_ranks(2, plant, job, folder, "planted_own_loss", bugs, timeout=600)[0]
+    found = run_ranks(2, plant, job, folder, planted, bugs, timeout=600)[0]
     assert found == {"none": [plan], **{bug: [] for bug in bugs}}

@@ -40,7 +40,8 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
 @pytest.mark.parametrize(
     ("names", "fields"),
     [
-        pytest.param(["dp2-zero3-acc2", "dp1-pp2-zero1-acc4", "dp1-sp2-zero1-acc4"], NANOGPT, id="nanogpt"),
+        pytest.param(["dp1-pp2-zero1-acc4"], NANOGPT, id="nanogpt"),
+        pytest.param(["dp2-zero3-acc2", "dp1-sp2-zero1-acc4"], NANOGPT, id="nanogpt-more", marks=SLOW),
         pytest.param([*PLAIN, "dp2-fsdp2-acc2", *PIPELINES[1:], *SLICES], NANOGPT, id="nanogpt-all", marks=BREADTH),
         pytest.param(
             ["dp1-tp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4", "dp1-pp2-sp2-zero1-acc4"],
@@ -56,6 +57,12 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
         ),
         pytest.param(
             ["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], DECODER | {"parallel.precision": "bf16"}, id="bf16", marks=SLOW
+        ),
+        pytest.param(
+            ["dp2-zero3-acc2", "dp1-pp2-zero1-acc4", "dp2-ddp-acc2"],
+            NANOGPT | {"kernels.loss": "chunked"},
+            id="chunked",
+            marks=SLOW,
         ),
         pytest.param(["dp2-zero2-acc2"], DECODER | {"kernels.blocks": "compiled"}, id="compiled", marks=SLOW),
         pytest.param(

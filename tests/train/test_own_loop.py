@@ -1,0 +1,133 @@
+"""Training loops of users' own: the scripts of the guide, and how such a run continues."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmtrain.errors import Exit
+from tests.helpers.commands import events, metrics
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/guides/own_loop.md").read_text(encoding="utf-8")
+STEPS = 6
+LAUNCHERS = {
+    "python": [sys.executable],
+    "llmtrain": [sys.executable, "-m", "llmtrain", "train"],
+    "torchrun": ["torchrun", "--nproc-per-node", "2"],
+    "deepspeed": ["deepspeed", "--num_accelerators", "2"],
+    "accelerate": ["accelerate", "launch", "--cpu", "--num_processes", "2"],
+}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with the scripts of the page and a corpus."""
+    for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE):
+        (tmp_path / name).write_text(code)
+    words, draw = PAGE.split(), random.Random(0)
+    lines = (" ".join(draw.choices(words, k=80)) for _ in range(300))
+    (tmp_path / "corpus.txt").write_text("\n".join(lines))
+    return tmp_path
+
+
+def _start(folder: Path, launcher: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script of a folder, which no launcher's variables describe."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LLMTRAIN_CACHE": str(folder / "cache")}
+    environment |= {"DS_ACCELERATOR": "cpu", "HF_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
+    program, *options = LAUNCHERS[launcher]
+    command = [str(Path(sys.executable).parent / program), *options, script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+
+
+def _losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^\d+ ([\d.]+)$", output, re.MULTILINE)]
+
+
+def _trained(folder: Path) -> list[float]:
+    """The losses of the script of the guide, started without a launcher."""
+    done = _start(folder, "python", "train_loop.py")
+    found = _losses(done.stdout)
+    assert len(found) == STEPS, done.stderr
+    assert found[-1] < found[0]
+    return found
+
+
+def test_the_loop_of_the_guide_trains_saves_and_exports(folder):
+    found, run = _trained(folder), folder / "runs/mine"
+    assert metrics(run)[-1]["loss"] == pytest.approx(found[-1])
+    assert (run / "export/model.safetensors").exists()
+    assert [event["event"] for event in events(run)] == ["started", "finished"]
+
+
+@pytest.mark.slow
+def test_llmtrain_train_continues_the_run_of_a_loop(folder):
+    _trained(folder)
+    recipe, _, _ = (folder / "train_loop.py").read_text().partition("engine, data")
+    more = "LONGER = recipe.with_(**{'train.max_steps': 8})\nrecipe = lambda: LONGER\n"
+    (folder / "longer.py").write_text(f"{recipe}\n{more}")
+    done = _start(folder, "llmtrain", "longer.py")
+    assert "continuing after step 6" in done.stdout, done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
+def test_each_launcher_trains_the_same_run(folder, launcher):
+    """As on one device; only the order of sums differs."""
+    alone = _trained(folder)
+    (folder / "runs").rename(folder / "alone")
+    done = _start(folder, launcher, "train_loop.py")
+    assert _losses(done.stdout) == pytest.approx(alone, rel=1e-6), done.stderr
+
+
+FAULTS = {
+    "no step": ("            engine.backward(loss)", "            break", "loop.backward"),
+    "imported": ("build=build_model", 'build="train_loop:build_model"', "loop.main"),
+    "module": ("lt.prepare(recipe)", "lt.prepare(recipe, model=build_model(8, 8, 1))", "loop.model"),
+    "wrong field": ("zero_stage=2", "zero_stage=2, tensor=3", "layout"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_loop_is_reported_without_a_traceback(folder, name):
+    old, new, rule = FAULTS[name]
+    script = folder / "train_loop.py"
+    assert old in script.read_text()
+    script.write_text(script.read_text().replace(old, new))
+    done = _start(folder, "python", "train_loop.py")
+    assert done.returncode == Exit.USAGE, done.stderr
+    assert "Traceback" not in done.stderr
+    assert f"[{rule}" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_data_and_the_run_continues(folder):
+    script = folder / "train_loop.py"
+    at = "    if engine.rank == 0:"
+    stop = "    if engine.step == 3 and data_is_new:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
+    code = (
+        script.read_text().replace(at, f"{stop}{at}").replace("for batch", "data_is_new = not engine.step\nfor batch")
+    )
+    script.write_text(f"import os, signal\n{code}print(engine.stopped)\n")
+    done = _start(folder, "torchrun", "train_loop.py")
+    assert len(_losses(done.stdout)) in (3, 4), done.stderr
+    assert done.stdout.count("on SIGTERM") == 2
+    again = _start(folder, "python", "train_loop.py")
+    assert "continuing after step" in again.stderr
+    assert len(_losses(done.stdout)) + len(_losses(again.stdout)) == STEPS
+
+
+@pytest.mark.slow
+def test_the_script_for_deepspeed_alone_trains(folder):
+    done = _start(folder, "deepspeed", "train_deepspeed.py")
+    found = _losses(done.stdout)
+    assert len(found) == STEPS, done.stderr
+    assert found[-1] < found[0]
