@@ -23,7 +23,7 @@ COLUMNS = ("a",)
 WEIGHTED = Custom(own_losses.weighted, columns=COLUMNS)
 HEAVY = Custom(own_losses.heavy, count=own_losses.count_heavy, columns=COLUMNS, unit="document")
 SCORES = Custom(LOSSES + "regression", unit="document", columns=("score",))
-MARGINS = Custom(own_losses.pair_with_margin, unit="pair", columns=("loss_weight",))
+MARGINS = Custom(own_losses.pair_with_margin, unit="pair", columns=("margin",))
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-tp2-zero1-acc4"]
 SLICES = ["dp1-sp2-zero1-acc4"]
 FLAT = ["dp2-zero0-acc2", "dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
@@ -50,7 +50,7 @@ def with_numbers(path: Path) -> Path:
     """Adds columns to rows. Their numbers differ from row to row, and have a mean of 1, as weights have."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for number, row in enumerate(rows):
-        row.update(dict.fromkeys(("a", "score", "loss_weight"), 37 * number % 101 / 50))
+        row.update(dict.fromkeys(("a", "score", "margin"), 37 * number % 101 / 50))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
