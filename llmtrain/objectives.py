@@ -84,10 +84,10 @@ def reward_model(outputs: Tensor, labels: Tensor) -> Sums:
 
 
 def regression(outputs: Tensor, labels: Tensor, score: Tensor) -> Sums:
-    """Returns the squared error of a document's score, which the output at its last target predicts.
+    """Returns the squared error of a document's score, which is predicted by the output at its last target.
 
-    score: [rows], a column of the data: `objective.columns=["score"]`. Other arguments as for `reward_model`. Unit:
-    document.
+    score: [rows], a column of the data: `Custom("llmtrain.objectives:regression", unit="document", columns=["score"])`.
+    Other arguments as for `reward_model`. Unit: document.
     """
     errors = _at_last_target(outputs, labels) - score
     count = torch.tensor(len(errors))

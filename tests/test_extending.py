@@ -129,6 +129,9 @@ def test_a_loss_of_ones_own_trains_and_is_evaluated(extended, tmp_path):
     assert "perplexity" not in last
     plan = json.loads((tmp_path / "run/plan.json").read_text())
     assert set(plan["code"]["files"]) == {"my_losses.py"}
+    hidden = json.dumps({"name": "my_hidden:targets_only", "hidden_states": True})
+    printed = run(extended, "-m", "llmtrain", "plan", "my_recipe.py", "--set", f"objective={hidden}")
+    assert "loss     my_hidden:targets_only, a mean over each token" in printed
 
 
 @pytest.mark.slow

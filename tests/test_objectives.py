@@ -111,10 +111,10 @@ def test_a_classifier_has_the_loss_of_transformers_on_the_same_weights():
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_a_score_is_predicted_by_the_output_at_the_last_target(logits):
+def test_a_score_is_predicted_by_the_output_at_the_last_target(outputs):
     scores = torch.tensor([0.5, -2.0], dtype=torch.float64)
-    errors = [float(logits[0, 3, 4]) - 0.5, float(logits[1, 1, 4]) + 2]
-    assert values_of(objectives.regression(logits[:, :, 4:], LABELS, scores)) == {
+    errors = [float(outputs[0, 3, 0]) - 0.5, float(outputs[1, 1, 0]) + 2]
+    assert values_of(objectives.regression(outputs[..., :1], LABELS, scores)) == {
         "loss": (pytest.approx(sum(error**2 for error in errors)), 2),
         "absolute_error": (pytest.approx(sum(map(abs, errors))), 2),
     }

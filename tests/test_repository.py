@@ -131,6 +131,18 @@ def test_a_decision_has_at_most_ten_lines(page):
     assert f"(decisions/{page.name})" in (ROOT / "docs/design/decisions.md").read_text(encoding="utf-8")
 
 
+def test_errors_in_own_code_are_planted_where_the_page_says():
+    page = (ROOT / "docs/guides/own_code.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and "Planted in" not in line]
+    named = [re.fullmatch(r"\| .* \| `(tests/.+\.py)::(test_\w+)`(?:: `(\w+)`)? \|", row) for row in rows]
+    assert len(rows) > 30
+    for row, place in zip(rows, named, strict=True):
+        assert place, row
+        code = (ROOT / place[1]).read_text(encoding="utf-8")
+        assert f"def {place[2]}(" in code, row
+        assert not place[3] or re.search(rf"\b{place[3]}\b", code), row
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 

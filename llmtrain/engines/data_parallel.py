@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from llmtrain.data import Completions, MicroBatch, StepBatch
-from llmtrain.engines.engine import OwnPasses
+from llmtrain.engines.engine import ChangeGradients, OwnPasses
 from llmtrain.engines.forward import forward, next_logits
 from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.errors import Problem, RecipeError
@@ -48,7 +48,9 @@ class DataParallel(PlainLoop):
         loss_sums, auxiliaries = self.module(*inputs)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
-    def own_passes(self, batch: StepBatch) -> AbstractContextManager[OwnPasses]:
+    def own_passes(
+        self, batch: StepBatch, change_gradients: ChangeGradients | None = None
+    ) -> AbstractContextManager[OwnPasses]:
         """Raises RecipeError: the replicas return losses instead of outputs."""
         fix = 'give your loss as objective=Custom("mine:loss") and call engine.train_step, or use torchrun'
         message = "DataParallel computes the loss on each of its devices"

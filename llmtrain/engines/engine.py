@@ -6,18 +6,21 @@ passes of several micro-batches. `train_step` of each engine reads as accumulate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.state.save_load import HasState
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import Objective, OwnLoss
+
+ChangeGradients = Callable[[Mapping[str, Tensor]], None]
+"""Changes whole gradients in place, which are given by the Hugging Face names of their weights."""
 
 
 @dataclass(frozen=True)
@@ -143,12 +146,23 @@ class Engine(HasState, Protocol):
     def data_parallel_rank(self) -> int:
         """Index of this rank's replica, which determines the samples that the rank reads."""
 
-    def train_step(self, batch: StepBatch) -> StepResult:
-        """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it."""
+    @property
+    def model(self) -> nn.Module:
+        """The model, or this rank's part of it."""
 
-    def own_passes(self, batch: StepBatch) -> AbstractContextManager[OwnPasses]:
+    def train_step(self, batch: StepBatch, change_gradients: ChangeGradients | None = None) -> StepResult:
+        """Runs forward and backward passes over this rank's micro-batches, and one update if the guard allows it.
+
+        change_gradients: called once the gradients are complete, before their norm is taken; only under plans that the
+        rule `own.gradients` allows.
+        """
+
+    def own_passes(
+        self, batch: StepBatch, change_gradients: ChangeGradients | None = None
+    ) -> AbstractContextManager[OwnPasses]:
         """Returns a context for the passes of a step that a loop of the user's own makes; at its end, the weights are
-        updated. Raises RecipeError if the plan's passes cannot be made from outside.
+        updated. change_gradients: as for `train_step`. Raises RecipeError if the plan's passes cannot be made from
+        outside.
         """
 
     def averaged(self) -> AbstractContextManager[None]:

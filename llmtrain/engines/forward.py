@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -39,6 +41,7 @@ from llmtrain.models.compiled import (
     share_compiler_threads,
 )
 from llmtrain.models.documents import document_masks
+from llmtrain.models.head_loss import HeadLoss, check_head, head_loss
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
 from llmtrain.models.tiny.classifier_check import check_classifier
 from llmtrain.models.tiny.varlen_check import check_attention
@@ -84,6 +87,8 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     check_attention(config, recipe.model.attention_kernel)
     if recipe.model.num_labels is not None:
         check_classifier(config)
+    if recipe.objective.hidden_states:
+        check_head(config)
     if kernels.blocks == "compiled":
         check_layers(config, recipe.model.attention_kernel)
     elif kernels.blocks == "liger":
@@ -116,6 +121,9 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if recipe.parallel.tiled_mlp:
         use_tiles(model, plan.model.hidden_size)
     if not has_head:
+        return
+    if recipe.objective.hidden_states:
+        HeadLoss(model)
         return
     if kernels.loss == "liger":
         liger.LigerLoss(model)
@@ -150,7 +158,8 @@ def forward(
     """
     labels = batch.labels.to(device, non_blocking=True)
     targets = chunk_arguments(labels, batch) if chunked_loss(model) else {}
-    output, auxiliary = run_model(call, model, batch, whole or batch, device, **targets)
+    with computed_at_head(model, batch, objective):
+        output, auxiliary = run_model(call, model, batch, whole or batch, device, **targets)
     return loss_of(output.loss_sum if targets else output.logits, labels, model, batch, objective), auxiliary
 
 
@@ -250,6 +259,16 @@ def objective_of(
     return Objective(recipe.objective, slices) if recipe.objective.is_preference else None
 
 
+def computed_at_head(
+    model: PreTrainedModel, batch: MicroBatch, objective: Objective | OwnLoss | None
+) -> AbstractContextManager[None]:
+    """Returns a context in which a model with `HeadLoss` returns the sums of the user's own loss instead of logits."""
+    at_head = head_loss(model)
+    if at_head is None or not isinstance(objective, OwnLoss):
+        return nullcontext()
+    return at_head.computing(partial(objective.of_batch, batch))
+
+
 def loss_of(
     result: Tensor,
     labels: Tensor,
@@ -259,10 +278,12 @@ def loss_of(
 ) -> Tensor:
     """Returns the sum of a micro-batch's losses, over target tokens, or over the items of an objective.
 
-    result: the model's logits, or what its `ChunkedLoss` has made of them. labels: those of the batch, on the device.
+    result: the model's logits, or what its `ChunkedLoss` or `HeadLoss` has made of them. labels: those of the batch, on
+    the device.
     """
     if isinstance(objective, OwnLoss):
-        return objective.take(result) if chunked_loss(model) else objective(result, batch)
+        is_computed = chunked_loss(model) or head_loss(model)
+        return objective.take(result) if is_computed else objective(result, batch)
     if objective is None:
         return result if chunked_loss(model) else target_loss_sum(result, labels)
     assert batch.completions is not None, "an objective is given completions"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import horovod
@@ -59,10 +58,9 @@ class Horovod(PlainLoop):
         loss: Tensor = auxiliary / hvd.size()
         return loss
 
-    def _clip(self, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Waits for the sums before it clips the gradients."""
+    def _complete_gradients(self) -> None:
+        """Waits for the sums."""
         self._wrapped.synchronize()
-        return super()._clip(trained, limit)
 
     def _update(self) -> None:
         """Updates the weights from the gradients that are reduced already."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -20,6 +20,7 @@ from llmtrain.engines.optimizers.own import own_optimizer
 from llmtrain.engines.optimizers.schedule_free import ScheduleFreeAdamW
 from llmtrain.engines.state.optimizer_shards import OptimizerShardLists, trained_tensors
 from llmtrain.engines.state.save_load import Locate, shape_of
+from llmtrain.models.adapter import weight_name
 from llmtrain.overrides.torch import ShardedSGD
 from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
@@ -151,6 +152,15 @@ def resume_schedule(schedule: LRScheduler, steps: int) -> None:
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """Returns the gradients of those parameters that have one."""
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def named_gradients(model: nn.Module, masters: Mapping[nn.Parameter, nn.Parameter]) -> dict[str, Tensor]:
+    """Returns the whole gradients of a model by the Hugging Face names of their weights; tied weights once.
+
+    masters: the fp32 copies that are trained instead of weights.
+    """
+    trained = {weight_name(name): masters.get(weight, weight) for name, weight in model.named_parameters()}
+    return {name: weight.grad for name, weight in trained.items() if weight.grad is not None}
 
 
 def gradient_of(leaf: Tensor) -> Tensor:

@@ -126,4 +126,4 @@ class Forwards:
 def _modules_of(engine: Engine) -> list[nn.Module]:
     """Returns the modules that this rank's forward passes call: the model, or its stages."""
     stages = getattr(getattr(engine, "module", None), "stages", None)
-    return [engine.model] if stages is None else list(stages)  # type: ignore[attr-defined]
+    return [engine.model] if stages is None else list(stages)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import Accumulated, OwnPasses, Passes, StepResult
+from llmtrain.engines.engine import Accumulated, ChangeGradients, OwnPasses, Passes, StepResult
 from llmtrain.engines.forward import forward, install_kernels, next_logits, objective_of, run_model
 from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, skip_if
 from llmtrain.engines.optim import (
@@ -21,6 +21,7 @@ from llmtrain.engines.optim import (
     gradients_of,
     groups_for,
     locate_shards,
+    named_gradients,
     parameter_groups,
     resume_schedule,
     schedule,
@@ -112,8 +113,11 @@ class PlainLoop(HasState):
         """Returns the auxiliary loss whose gradients, reduced over ranks, are those of the mean over the ranks."""
         return auxiliary
 
+    def _complete_gradients(self) -> None:
+        """Waits until the gradients are those of all ranks, if the passes do not."""
+
     def _clip(self, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
-        """Reduces the gradients, if necessary, and clips them; returns their norm before clipping."""
+        """Clips the gradients; returns their norm before clipping."""
         grad_norm = squared_norm(gradients_of(trained), self.device).sqrt().float()
         nn.utils.clip_grads_with_norm_(trained, limit, grad_norm)
         return grad_norm
@@ -146,26 +150,31 @@ class PlainLoop(HasState):
         """Index of this rank's replica, which determines the samples that the rank reads."""
         return self.replica.index
 
-    def train_step(self, batch: StepBatch) -> StepResult:
+    def train_step(self, batch: StepBatch, change_gradients: ChangeGradients | None = None) -> StepResult:
         """Accumulates gradients over micro-batches, clips them, and updates the weights if the guard allows it."""
         if self.objective and self.objective.needs_divergence:
             estimate_divergence(self, [batch])
-        return self._update_weights(self._accumulate(batch))
+        return self._update_weights(self._accumulate(batch), change_gradients)
 
-    def own_passes(self, batch: StepBatch) -> AbstractContextManager[OwnPasses]:
+    def own_passes(
+        self, batch: StepBatch, change_gradients: ChangeGradients | None = None
+    ) -> AbstractContextManager[OwnPasses]:
         """Returns the context of a step whose passes a loop of the user's own makes."""
-        return self._own_passes(batch)
+        return self._own_passes(batch, change_gradients)
 
     @contextmanager
-    def _own_passes(self, batch: StepBatch) -> Iterator[OwnPasses]:
+    def _own_passes(self, batch: StepBatch, change_gradients: ChangeGradients | None) -> Iterator[OwnPasses]:
         self._begin_training()
         passes = OwnPasses(batch, self.device, self._run_model, self._backward, synchronizing=self._passes)
         yield passes
-        passes.result = self._update_weights(passes.accumulated())
+        passes.result = self._update_weights(passes.accumulated(), change_gradients)
 
-    def _update_weights(self, accumulated: Accumulated) -> StepResult:
+    def _update_weights(self, accumulated: Accumulated, change_gradients: ChangeGradients | None) -> StepResult:
         """Takes the norm, clips by it, and updates the weights if the guard allows it."""
         lr = self.learning_rate
+        self._complete_gradients()
+        if change_gradients:
+            change_gradients(named_gradients(self.model, self.masters))
         trained = [weight for group in self.optimizer.param_groups for weight in group["params"]]
         limit = self.recipe.optim.clip_grad_norm or float("inf")
         grad_norm = self._clip(trained, limit)

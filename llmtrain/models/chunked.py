@@ -201,10 +201,9 @@ class ChunkedLoss:
         if targets.numel() <= self.tokens:  # one chunk holds them all
             output = self._full_forward(*args, **kwargs)
             loss_sum = self.loss_of(output.logits, *of_tokens)
-        else:
-            output, hidden = self._head.run(*args, **kwargs)
-            loss_sum = self.loss_sum(hidden, *of_tokens)
-        return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
+            return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
+        output, hidden = self._head.run(*args, **kwargs)
+        return Losses(loss_sum=self.loss_sum(hidden, *of_tokens), aux_loss=getattr(output, "aux_loss", None))
 
     def loss_sum(self, hidden: Tensor, targets: Tensor, *values: Tensor) -> Tensor:
         """Returns the sum of the cross-entropies, each of them, or several sums.

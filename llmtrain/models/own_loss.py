@@ -44,33 +44,43 @@ class OwnLoss:
 
         logits: [batch, T, outputs], of any precision; the loss is computed in fp32.
         """
-        labels = batch.labels.to(logits.device, non_blocking=True)
-        values = None if batch.values is None else batch.values.to(logits.device, non_blocking=True)
+        return self.take(self.of_batch(batch, logits))
+
+    def of_batch(self, batch: MicroBatch, outputs: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Returns the sums of the loss, as `sums`, of a micro-batch, or of a rank's slice of it."""
+        labels = batch.labels.to(outputs.device, non_blocking=True)
+        values = None if batch.values is None else batch.values.to(outputs.device, non_blocking=True)
         if self.config.unit == "token":
-            return self.take(self.sums(logits, labels, values))
+            return self.sums(outputs, labels, values, weight)
         bounds = (batch.documents or Documents.of(batch.position_ids.cpu())).bounds
         kept = documents_with_targets(batch.labels.cpu(), bounds)
-        if not any(kept):
-            return logits.flatten()[:0].float().sum()  # 0, with a gradient of 0
-        rows = (document_rows(logits, bounds, kept, 0), document_rows(labels, bounds, kept, NO_TARGET))
-        return self.take(self.sums(*rows, None if values is None else document_values(values, bounds, kept)))
+        if not any(kept):  # 0, with a gradient of 0
+            given = (outputs,) if weight is None else (outputs, weight)
+            nothing = torch.stack([tensor.flatten()[:0].float().sum() for tensor in given]).sum()
+            return torch.stack([nothing, *nothing.new_zeros(1 + 2 * len(self.names))])
+        rows = document_rows(outputs, bounds, kept, 0), document_rows(labels, bounds, kept, NO_TARGET)
+        return self.sums(*rows, None if values is None else document_values(values, bounds, kept), weight)
 
-    def sums(self, logits: Tensor, labels: Tensor, values: Tensor | None = None) -> Tensor:
+    def sums(
+        self, outputs: Tensor, labels: Tensor, values: Tensor | None = None, weight: Tensor | None = None
+    ) -> Tensor:
         """Returns the sum of the losses of some rows, and the sums that `metrics` reads, which have no gradient.
 
-        values: the numbers in `objective.columns` of each token [rows, length, columns], or each row [rows, columns].
-        Sums of rows, or of chunks of tokens, may be added.
+        outputs: logits, or, with the weight of the head, hidden states [rows, length, width]. values: the numbers in
+        `objective.columns` of each token [rows, length, columns], or each row [rows, columns]. Sums of rows, or of
+        chunks of tokens, may be added.
         """
-        action = f"fails for logits {list(logits.shape)}"
+        given = (outputs.float(),) if weight is None else (outputs.to(weight.dtype), weight)
+        action = f"fails for {'logits' if weight is None else 'hidden states'} {list(outputs.shape)}"
         with (
-            torch.autocast(logits.device.type, enabled=False),
+            torch.autocast(outputs.device.type, enabled=False),
             own_code_errors(self.config.name, self._folder, "objective.name", action),
         ):
             columns = column_arguments(self.config, values)
-            sums = sums_of(self._function(logits.float(), labels, **columns, **self.config.options))
+            sums = sums_of(self._function(*given, labels, **columns, **self.config.options))
             loss, count = sums["loss"]
             others = [number for name in self.names for number in sums[name]]
-        numbers = (torch.as_tensor(number, device=logits.device).detach() for number in (count, *others))
+        numbers = (torch.as_tensor(number, device=outputs.device).detach() for number in (count, *others))
         return torch.stack([number.float().reshape(()) for number in (loss, *numbers)])
 
     def take(self, sums: Tensor) -> Tensor:

@@ -345,7 +345,8 @@ def check_module(origin: Origin) -> None:
     """Raises RecipeError for a model that training could not treat as a language model.
 
     On a tiny copy: rows of a batch must not influence each other, since every layout divides a batch into other rows;
-    a position must not see later tokens; and nothing may be kept between calls that `state_dict` does not have.
+    a position must not see later tokens; nothing may be kept between calls that `state_dict` does not have; and no two
+    parameters may be at the same place in memory.
     """
     tiny = origin.with_arguments(origin.tiny_arguments(LAYERS))
     module = build_module(tiny)
@@ -371,8 +372,18 @@ def check_module(origin: Origin) -> None:
         for fault, results in faults.items()
         if (deviation := float((results[0] - results[1]).abs().max() / results[0].abs().max())) > TOLERANCE
     ]
-    if problems:
+    if problems := [*problems, *_tied_by_data(origin, module)]:
         raise RecipeError(problems)
+
+
+def _tied_by_data(origin: Origin, module: nn.Module) -> Iterator[Problem]:
+    """Yields parameters that begin at the same place in memory: each would be updated with its own gradient."""
+    names: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        first = names.setdefault(parameter.data_ptr(), name)
+        if first != name and parameter.numel():
+            message = f"{origin.build} has two parameters with the same memory: {first} and {name}"
+            yield Problem("model.tied", FIELD, message, f"make {name} the same nn.Parameter as {first}")
 
 
 def _logits(module: nn.Module, tokens: Tensor) -> Tensor:

@@ -75,6 +75,8 @@ def needs_whole_loss(recipe: Recipe, facts: ModelFacts | None) -> str:
     objective, labels = recipe.objective, recipe.model.num_labels
     if labels is not None:
         return f"a head of {labels} outputs has no logits of a vocabulary to compute in parts"
+    if objective.hidden_states:
+        return f"{objective.name} computes logits itself"
     if objective.is_own and objective.reads_whole_documents:
         return f"{objective.name} is given the logits of all tokens of a {objective.unit}"
     if facts is not None and facts.trials is not None and facts.trials.chunks:

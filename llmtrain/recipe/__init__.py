@@ -4,7 +4,7 @@ A recipe says nothing about the machine: the data parallel size and the number o
 cluster (`llmtrain.plan.rules`).
 """
 
-from llmtrain.recipe.callback import Callback, CallbackContext, CallbackResult
+from llmtrain.recipe.callback import Callback, CallbackContext, CallbackResult, GradientContext, gradient_seed
 from llmtrain.recipe.execution import (
     CallbackConfig,
     CheckpointConfig,
@@ -54,6 +54,7 @@ __all__ = [
     "EvalConfig",
     "ExportConfig",
     "Fraction",
+    "GradientContext",
     "GuardConfig",
     "KernelsConfig",
     "LoggingConfig",
@@ -77,6 +78,7 @@ __all__ = [
     "TrainConfig",
     "TrainedTokenizer",
     "WatchdogConfig",
+    "gradient_seed",
     "parse_assignments",
     "parse_recipe",
     "part_in",

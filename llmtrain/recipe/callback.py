@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from llmtrain.recipe.recipe import Recipe
 
 HOOKS: dict[str, tuple[str, ...]] = {
     "on_train_begin": ("metrics",),
+    "on_gradients": (),
     "on_step_end": ("metrics", "save", "evaluate", "stop"),
     "on_evaluate": ("metrics", "save", "stop"),
     "on_save": (),
@@ -38,6 +40,19 @@ class CallbackContext:
 
 
 @dataclass(frozen=True)
+class GradientContext:
+    """What `on_gradients` is given. It has nothing that differs between ranks."""
+
+    step: int
+    """The step that the gradients are of, counted from 1."""
+    gradients: Mapping[str, Any]
+    """Hugging Face name of a weight → its whole gradient, a tensor in fp32, which the hook changes in place. The
+    gradients are those of the mean over the global batch, before clipping. In the model's order; tied weights once, and
+    only weights that have a gradient."""
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
 class CallbackResult:
     """What a hook asks of the run. All ranks act on it after the same step."""
 
@@ -57,11 +72,19 @@ class Callback:
     A callback may also define `state_dict()`, which returns JSON data, and `load_state_dict(state)`. A checkpoint then
     contains the state of rank 0's callback, which all ranks load when the run continues.
 
-    A hook is not given the weights or the gradients. It draws random numbers from a copy of torch's generators.
+    No hook is given the weights, and only `on_gradients` the gradients. A hook draws random numbers from a copy of
+    torch's generators.
     """
 
     def on_train_begin(self, context: CallbackContext) -> CallbackResult | None:
         """Is called once before the first step of this process, which is not the run's first step if it continues."""
+
+    def on_gradients(self, context: GradientContext) -> None:
+        """Changes the gradients of each step, if the recipe declares it (`changes_gradients`).
+
+        It is called on every rank, and must do the same on each of them: it depends on the gradients and the step
+        alone. torch's generators are seeded with the recipe's seed and the step.
+        """
 
     def on_step_end(self, context: CallbackContext) -> CallbackResult | None:
         """Is called after each step. The metrics of the result are written to the next line of `metrics.jsonl`."""
@@ -74,6 +97,14 @@ class Callback:
 
     def on_train_end(self, context: CallbackContext) -> None:
         """Is called once after the last step and the last save, also if a signal stops the run."""
+
+
+def gradient_seed(seed: int, step: int, number: int) -> int:
+    """Returns the seed of torch's generators in `on_gradients`.
+
+    seed: the recipe's. step: counted from 1. number: of the callback, among those that change gradients.
+    """
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{step}/{number}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 def hooks_of(value: Any) -> tuple[str, ...]:

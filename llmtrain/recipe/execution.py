@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, GetJsonSchemaHandler, Tag, model_validator
 
@@ -163,6 +163,14 @@ class CallbackConfig(Part):
     on_error: Literal["stop", "count"] = "stop"
     """What an exception does. `stop`: ends the run (exit code 5). `count`: the run goes on, prints the error and counts
     it in the metric `callback_errors`."""
+    changes_gradients: bool = False
+    """Whether it changes gradients, in `on_gradients`. This needs `ranks="all"` and `on_error="stop"`."""
+
+    @model_validator(mode="after")
+    def _check_gradients(self) -> Self:
+        if self.changes_gradients and (self.ranks != "all" or self.on_error != "stop"):
+            raise ValueError("changes_gradients needs ranks='all' and on_error='stop': all ranks change them alike")
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -11,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from llmtrain.errors import Problem, RecipeError, did_you_mean, format_value, truncate
 from llmtrain.recipe.aliases import FIELD_OF_ALIAS
 from llmtrain.recipe.execution import (
+    CallbackConfig,
     CallbackOrPath,
     CheckpointConfig,
     EvalConfig,
@@ -80,6 +81,11 @@ class Recipe(Part):
     def own_objects(self) -> dict[str, str]:
         """The import path of each object of the user's own code, by its dotted field."""
         return dict(object_paths(self))
+
+    @property
+    def gradient_callbacks(self) -> tuple[CallbackConfig, ...]:
+        """The callbacks that change gradients."""
+        return tuple(callback for callback in self.callbacks if callback.changes_gradients)
 
     @property
     def held_out_fraction(self) -> float:

@@ -299,6 +299,9 @@ class ObjectiveConfig(Part):
     fp32. Every row of every source has a number in each of them: its document's, or its pair's. The argument is [rows]
     for the units `document` and `pair`, and [rows, length] for `token`, where each position has the number of the
     document of its input."""
+    hidden_states: bool = False
+    """Whether a function of your own gets the last hidden states [rows, length, width] and the weight of the head
+    [vocabulary, width], in the precision of the weight, instead of logits: `loss(hidden, weight, labels, ...)`."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of a function of your own and of its `count`."""
     beta: PositiveFloat = 0.1
@@ -368,7 +371,7 @@ class ObjectiveConfig(Part):
             "ipo": ("beta", "sft_weight"),
             "orpo": ("beta",),
             "kto": ("beta", "desirable_weight", "undesirable_weight"),
-        }.get(self.name, ("unit", "count", "columns", "options"))
+        }.get(self.name, ("unit", "count", "columns", "hidden_states", "options"))
         fields = type(self).model_fields
         others = sorted(self.model_fields_set - {"name", *used})
         unused = [name for name in others if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
@@ -395,11 +398,12 @@ def Custom(  # noqa: N802 - it stands for a class
     unit: Literal["token", "document", "pair"] = "token",
     count: Callable[..., Any] | str | None = None,
     columns: Sequence[str] = (),
+    hidden_states: bool = False,
     **options: Any,
 ) -> ObjectiveConfig:
     """Returns the objective of a loss of the user's own: `ObjectiveConfig` has the meaning of each argument."""
-    fields: dict[str, Any] = {"name": loss, "unit": unit, "count": count, "columns": columns, "options": options}
-    return ObjectiveConfig(**fields)
+    fields: dict[str, Any] = {"name": loss, "unit": unit, "count": count, "columns": columns}
+    return ObjectiveConfig(**fields, hidden_states=hidden_states, options=options)
 
 
 class OptimConfig(Part):

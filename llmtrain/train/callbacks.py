@@ -9,21 +9,33 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.checkpoint.contents import CallbacksState
+from llmtrain.engines.engine import ChangeGradients
 from llmtrain.engines.runtime.agree import broadcast, gather, gather_problems, new_thread_group, world_size
 from llmtrain.engines.runtime.distributed import rank
 from llmtrain.errors import OwnCodeError, Problem, format_value, printable, truncate
-from llmtrain.recipe import CallbackConfig, CallbackContext, CallbackResult, Recipe
+from llmtrain.plan.facts.own_callbacks import undeclared
+from llmtrain.recipe import (
+    CallbackConfig,
+    CallbackContext,
+    CallbackResult,
+    GradientContext,
+    Recipe,
+    gradient_seed,
+)
 from llmtrain.recipe.callback import HOOKS, hooks_of
-from llmtrain.recipe.own_code import import_object, own_code_errors
+from llmtrain.recipe.own_code import definition_line, import_object, own_code_errors
+from llmtrain.train.fingerprint import FACTOR, fingerprint
 
 METRIC_NAME = re.compile(r"[A-Za-z0-9_./-]{1,100}")
 """Names that all trackers accept."""
@@ -65,23 +77,43 @@ class _Callback:
         with self.errors(f"fails in {hook} after step {context.step:,}"), _own_random_numbers():
             return _checked(hook, getattr(self.value, hook)(context), context)
 
+    def change_gradients(self, context: GradientContext, number: int) -> None:
+        """Calls `on_gradients`. number: as for `gradient_seed`. Raises OwnCodeError."""
+        with self.errors(f"fails in on_gradients of step {context.step:,}"), torch.no_grad(), _own_random_numbers():
+            _seed_generators(gradient_seed(context.recipe.train.seed, context.step, number))
+            if (result := self.value.on_gradients(context)) is not None:
+                raise TypeError(f"it returns {format_value(result)}, but changes gradients in place")
+
+    def fault(self, rule: str, hook: str, message: str, fix: str) -> Problem:
+        """Returns a problem that begins with the file and line of a hook. message: what the hook does."""
+        line = definition_line(getattr(self.value, hook))
+        return Problem(rule, self.place, f"{line}{self.config.object} {message}", fix)
+
 
 class Callbacks:
     """The callbacks of a run on one rank. All ranks create one, and call each method after the same step."""
 
     def __init__(
-        self, recipe: Recipe | None = None, run_dir: Path = Path(), warn: Callable[[str], None] = print
+        self,
+        recipe: Recipe | None = None,
+        run_dir: Path = Path(),
+        warn: Callable[[str], None] = print,
+        model: nn.Module | None = None,
+        only_gradients: bool = False,
     ) -> None:
-        """recipe: None for no callbacks. warn: receives a message about each error that is counted.
+        """recipe: None for no callbacks. warn: receives a message about each error that is counted. model: the one
+        whose weights no hook may change. only_gradients: whether to create only callbacks that change gradients.
 
         Raises OwnCodeError on all ranks if a callback cannot be created on one of them.
         """
-        self._recipe, self._run_dir, self._warn = recipe, run_dir, warn
+        self._recipe, self._run_dir, self._warn, self._model = recipe, run_dir, warn, model
         self._callbacks: list[_Callback] = []
         self._seconds, self._started = 0.0, time.perf_counter()
         """Time in callbacks since the last logged step, and when that was."""
         self._pending: dict[str, float | None] = {}
         self._errors = 0
+        self._changed: Tensor | None = None
+        """Fingerprint of all gradients that callbacks have changed."""
         self.hooks: frozenset[str] = frozenset()
         """Those that a callback of any rank defines."""
         self.awaits_save = False
@@ -92,7 +124,7 @@ class Callbacks:
         self._group = new_thread_group()  # its collectives do not wait for the device
         problems: list[Problem] = []
         for number, (name, config) in enumerate(zip(names_of(recipe.callbacks), recipe.callbacks, strict=True)):
-            if config.ranks == "main" and rank() != 0:
+            if (config.ranks == "main" and rank() != 0) or (only_gradients and not config.changes_gradients):
                 continue
             try:
                 self._callbacks.append(_created(name, f"callbacks.{number}", config, recipe.code_dir))
@@ -127,9 +159,11 @@ class Callbacks:
         results: list[CallbackResult] = []
         problems: list[Problem] = []
         errors = 0
-        for callback in self._callbacks:
-            if hook not in hooks_of(callback.value):
-                continue
+        own = [callback for callback in self._callbacks if hook in hooks_of(callback.value)]
+        # A step that is not logged does not wait for the device.
+        weights = partial(self._weights, is_compared=is_logged or hook != "on_step_end")
+        before = weights() if own else ()
+        for callback in own:
             try:
                 results.append(callback.call(hook, context))
             except OwnCodeError as error:
@@ -138,9 +172,61 @@ class Callbacks:
                 else:
                     errors += 1
                     self._warn(str(error))
+            if (after := weights()) != before:
+                before = after
+                problems.append(_weights_changed(callback, hook, step))
         requests = self._agreed(results, problems, errors)
         self._seconds += time.perf_counter() - started
         return requests
+
+    def gradient_hook(self, step: int) -> ChangeGradients | None:
+        """Returns what changes the gradients of a step, counted from 1; None if no callback does.
+
+        All ranks call it. It raises OwnCodeError on all ranks.
+        """
+        return partial(self._change_gradients, step) if "on_gradients" in self.hooks else None
+
+    def _change_gradients(self, step: int, gradients: Mapping[str, Tensor]) -> None:
+        assert self._recipe is not None
+        context = GradientContext(step, MappingProxyType(dict(gradients)), self._recipe)
+        problems: list[Problem] = []
+        for number, callback in enumerate(self._of_gradients()):
+            try:
+                callback.change_gradients(context, number)
+            except OwnCodeError as error:
+                problems += error.problems
+        if self._sums([bool(problems)])[0]:
+            self._raise_together(problems)
+        of_step = fingerprint(gradients.values())
+        self._changed = of_step if self._changed is None else self._changed * FACTOR + of_step
+
+    def check_gradients(self, step: int) -> None:
+        """Raises OwnCodeError on all ranks if callbacks have changed gradients in another way on one of them.
+
+        step: the last one. Called by all ranks; waits for the device.
+        """
+        if self._changed is None:
+            return
+        found = gather(int(self._changed), self._group)
+        if others := [other for other, number in enumerate(found) if number != found[0]]:
+            message = f"changes gradients in another way on rank {others[0]} than on rank 0, by step {step:,}"
+            fix = "draw random numbers with torch, which seeds them alike on all ranks in this hook"
+            raise OwnCodeError(
+                [one.fault("callback.ranks_differ", "on_gradients", message, fix) for one in self._of_gradients()]
+            )
+
+    def _of_gradients(self) -> list[_Callback]:
+        return [callback for callback in self._callbacks if callback.config.changes_gradients]
+
+    def _weights(self, is_compared: bool) -> tuple[int, ...]:
+        """Returns numbers that differ after the weights have been changed.
+
+        torch counts the changes of a tensor, but not those through its `data`: is_compared: whether to notice them,
+        too, which waits for the device.
+        """
+        weights = list(self._model.parameters()) if self._model else []
+        versions = [number for weight in weights for number in (id(weight), weight._version)]
+        return (*versions, int(fingerprint(weights))) if is_compared else (*versions,)
 
     def all_ranks(self, value: bool) -> bool:
         """Whether a value is true on all ranks. For runs with callbacks."""
@@ -165,10 +251,12 @@ class Callbacks:
         share = self._seconds / (time.perf_counter() - self._started)
         return f"callbacks take {share:.0%} of the time" if share > SHOWN_SHARE else None
 
-    def state(self) -> CallbacksState:
-        """Returns what a checkpoint stores: the state of rank 0's callbacks. Raises OwnCodeError on all ranks."""
+    def state(self, step: int) -> CallbacksState:
+        """Returns what a checkpoint stores: the state of rank 0's callbacks. Raises OwnCodeError on all ranks, also if
+        their gradients have differed. step: the last one."""
         if not self.hooks:
             return CallbacksState()
+        self.check_gradients(step)
         states: dict[str, Any] = {}
         problems: list[Problem] = []
         for callback in self._callbacks if rank() == 0 else ():
@@ -236,7 +324,23 @@ def _created(name: str, place: str, config: CallbackConfig, folder: str | None) 
     callback = _Callback(name, place, config, folder, None)
     with callback.errors("cannot be created"):
         value = import_object(config.object, folder, f"{place}.object")
-        return _Callback(name, place, config, folder, value(**config.options) if inspect.isclass(value) else value)
+        callback = replace(callback, value=value(**config.options) if inspect.isclass(value) else value)
+    if fault := undeclared(config.object, hooks_of(callback.value), config.changes_gradients):
+        raise OwnCodeError(Problem("callback.gradients", f"{place}.changes_gradients", *fault))
+    return callback
+
+
+def _weights_changed(callback: _Callback, hook: str, step: int) -> Problem:
+    message = f"changes weights in {hook} after step {step:,}, but only the optimizer may change them"
+    fix = "change gradients in on_gradients, or write an optimizer or a model of your own"
+    return callback.fault("callback.weights", hook, message, fix)
+
+
+def _seed_generators(seed: int) -> None:
+    """Seeds the generators that `_own_random_numbers` has copied: not those of other devices."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed(seed)
 
 
 def _own_random_numbers() -> AbstractContextManager[None]:

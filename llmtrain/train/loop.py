@@ -114,7 +114,8 @@ def fit(run: Run) -> None:
     with closing(run.data.train_batches(state.samples)) as batches:
         while run.goes_on:
             batch, waited = begin_step(run, batches)
-            asked = end_step(run, run.engine.train_step(batch), batch, waited)
+            result = run.engine.train_step(batch, run.callbacks.gradient_hook(state.step + 1))
+            asked = end_step(run, result, batch, waited)
             with run.meter.paused():
                 every = recipe.evaluation.every_steps
                 if asked.evaluate or (every and (run.at_end or _due(every, state.step))):
@@ -171,6 +172,8 @@ def end_step(run: Run, result: StepResult, batch: StepBatch, waited: float) -> R
     is_logged = run.at_end or _due(recipe.logging.every_steps, state.step)
     record = _record(run, result, batch) if is_logged else None
     with run.meter.paused():
+        if is_logged:
+            run.callbacks.check_gradients(state.step)
         asked = _call(run, "on_step_end", record, is_logged)
     run.callbacks.add(asked.metrics)
     if asked.stop and record is None:
@@ -271,7 +274,7 @@ def save(run: Run) -> None:
         if run.callbacks.awaits_save:
             run.saver.settle()
             _announce_save(run)
-        run.state.callbacks = run.callbacks.state()
+        run.state.callbacks = run.callbacks.state(run.state.step)
         run.saver.start(run.state)
         run.callbacks.awaits_save = "on_save" in run.callbacks.hooks
 

@@ -23,17 +23,18 @@ from torch import Tensor
 from torch import distributed as dist
 
 from llmtrain.checkpoint.export import export
-from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.folder import newest, step_of
 from llmtrain.checkpoint.resume import choose, go_on_from
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import begin, load, restore
 from llmtrain.checkpoint.storage import probe
 from llmtrain.data import BatchLoader, MicroBatch, Prepared, Progress, StepBatch, prepare, with_max_steps
 from llmtrain.engines import OwnPasses, StepResult, build_engine
+from llmtrain.engines.engine import ChangeGradients
 from llmtrain.engines.reference_model import with_references
 from llmtrain.engines.runtime.agree import broadcast, check_same_code
 from llmtrain.engines.runtime.distributed import agreed_secret, barrier, init_process_group
-from llmtrain.errors import CheckpointError, DivergedError, Exit, Problem, RecipeError, UserError
+from llmtrain.errors import DivergedError, Exit, Problem, RecipeError, UserError
 from llmtrain.launch import Rank
 from llmtrain.launch.authentication import Secret
 from llmtrain.launch.discovery.interfaces import set_interfaces
@@ -106,7 +107,7 @@ class TrainingEngine:
 
         The loss is that of the recipe. Raises DivergedError if the guard has skipped more updates than it may.
         """
-        return self._finish(self._run.engine.train_step(batch), batch)
+        return self._finish(self._run.engine.train_step(batch, self._change_gradients), batch)
 
     @contextmanager
     def accumulate(self, batch: StepBatch, num_items: int | None = None) -> Iterator[OwnPasses]:
@@ -128,7 +129,7 @@ class TrainingEngine:
             message = f"{objective.name} is the loss of the recipe, but the passes of this loop have their own"
             fix = "call engine.train_step, or leave `objective` out of the recipe"
             raise RecipeError(Problem("loop.objective", "objective.name", message, fix))
-        with self._run.engine.own_passes(replace(batch, examples=num_items)) as passes:
+        with self._run.engine.own_passes(replace(batch, examples=num_items), self._change_gradients) as passes:
             self._passes = passes
             try:
                 yield passes
@@ -177,12 +178,14 @@ class TrainingEngine:
         run.stop = self._stop.agreement()
 
     def export(self) -> Path:
-        """Writes the newest checkpoint as a Hugging Face folder, and returns that folder. Raises CheckpointError."""
+        """Writes a Hugging Face folder, and returns it; saves a checkpoint before, if this step has none.
+
+        Raises CheckpointError.
+        """
+        checkpoint = broadcast(newest(self.run_dir.checkpoints) if self.rank == 0 else None)
+        if checkpoint is None or step_of(checkpoint.name) != self.step:
+            checkpoint = self.save()
         if self.rank == 0:
-            checkpoint = newest(self.run_dir.checkpoints)
-            if checkpoint is None:
-                message, fix = "has no checkpoint to export", "call engine.save() first"
-                raise CheckpointError(Problem("checkpoint.none", str(self.run_dir.path), message, fix))
             trusts = self.plan.recipe.model.runs_own_code
             export(checkpoint, self.run_dir.tokenizer, self.run_dir.export, replace=True, trust_remote_code=trusts)
         barrier()
@@ -228,6 +231,10 @@ class TrainingEngine:
             fix = "engine.load() an earlier checkpoint in a new run; `llmtrain train` does so by itself"
             raise DivergedError(Problem("guard.skipped", "guard.max_skipped", message, fix)) from None
         return result
+
+    @property
+    def _change_gradients(self) -> ChangeGradients | None:
+        return self._run.callbacks.gradient_hook(self._run.state.step + 1)
 
     def _follow(self, asked: Requests) -> None:
         if asked.evaluate:
@@ -363,7 +370,7 @@ def _run(
         metrics=MetricsLogger(run_dir, plan, state.step, warn) if rank.is_main else None,
         skipped=engine.guard.read().total,
         profiler=StepProfiler(run_dir, rank.rank, plan.recipe.profile, state.step, warn),
-        callbacks=Callbacks(plan.recipe, run_dir.path, warn),
+        callbacks=Callbacks(plan.recipe, run_dir.path, warn, engine.model),
     )
 
 
@@ -400,4 +407,4 @@ def _unread(recipe: Recipe) -> Iterator[str]:
     """Yields a line if the recipe sets what only `llmtrain train` reads."""
     given = recipe.dotted(exclude_defaults=True)
     if fields := [name for name in UNREAD if any(f"{field}.".startswith(f"{name}.") for field in given)]:
-        yield f"note: the loop decides instead of {', '.join(fields)}"
+        yield f"note: the loop decides when to evaluate, save, sample and export; not read: {', '.join(fields)}"

@@ -204,7 +204,7 @@ class _Worker:
             print(f"engine: {engine.describe()}")
         stop_step = min(max_steps or plan.recipe.train.steps, plan.recipe.train.steps)
         saver = Saver(run_dir.checkpoints, plan, engine, self._run_id(), storage, self.output.warn)
-        callbacks = Callbacks(plan.recipe, run_dir.path, self.output.warn)
+        callbacks = Callbacks(plan.recipe, run_dir.path, self.output.warn, engine.model)
         self._note_event("started", state.step, f"workers: {plan.workers}, launcher: {self.rank.launcher}")
         outputs = self._progress_outputs(prepared, prompts, state)
         stopped = self._fit(

@@ -29,6 +29,28 @@ def pair_margin(logits, labels):
     return (losses[0::2] - losses[1::2]).sum(), len(labels) // 2
 
 
+def hidden_tokens(hidden, weight, labels):
+    """Computes the logits of positions with targets only."""
+    seen = labels >= 0
+    logits = hidden[seen].float() @ weight.float().T
+    right = (logits.argmax(-1) == labels[seen]).sum()
+    return {"loss": (cross_entropy(logits, labels[seen], reduction="sum"), seen.sum()), "right": (right, seen.sum())}
+
+
+def hidden_documents(hidden, weight, labels):
+    """Depends on the last target of each document."""
+    rows = torch.arange(len(labels), device=labels.device)
+    last = torch.where(labels >= 0, torch.arange(labels.shape[1], device=labels.device), -1).amax(1)
+    logits = hidden[rows, last].float() @ weight.float().T
+    return cross_entropy(logits, labels[rows, last], reduction="sum"), len(labels)
+
+
+def mixes_weight_gradients(hidden, weight, labels):
+    """The right sum and gradients of hidden states; the head's depends on the number of rows."""
+    loss, count = hidden_documents(hidden, weight, labels)
+    return loss + (len(labels) - 1) * (weight - weight.detach()).sum(), count
+
+
 def even_tokens(logits, labels):
     """Counts only tokens with an even number."""
     even = (labels >= 0) & (labels % 2 == 0)

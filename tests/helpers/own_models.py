@@ -148,6 +148,14 @@ class Skips(Decoder):
         return functional.linear(self.norm(x), self.table.weight)
 
 
+class ReadsFirstLayer(Decoder):
+    """After the layers, a weight of the first one is read again, which another stage has."""
+
+    def forward(self, tokens, position_ids=None):
+        again = self.layers[0].attention.q.weight.sum()
+        return super().forward(tokens, position_ids) * again
+
+
 class Drops(Decoder):
     def embed(self, tokens):
         return functional.dropout(self.table(tokens), 0.2, self.training)
@@ -157,6 +165,26 @@ class Auxiliary(Decoder):
     def forward(self, tokens, position_ids=None):
         logits = super().forward(tokens, position_ids)
         return {"logits": logits, "aux_loss": 0.1 * logits.float().square().mean()}
+
+
+class TiedByData(Decoder):
+    """Its head has the numbers of the embedding, but is a parameter of its own."""
+
+    def __init__(self, vocab_size, width=32, **others):
+        super().__init__(vocab_size, width, **others)
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight.data = self.table.weight.data
+
+    def forward(self, tokens, position_ids=None):
+        return super().forward(tokens, position_ids) + self.head(self.table(tokens))
+
+
+class TiedLayers(Decoder):
+    """Two layers share a weight, which no call shows."""
+
+    def __init__(self, vocab_size, **others):
+        super().__init__(vocab_size, **others)
+        self.layers[-1].up.weight = self.layers[0].up.weight
 
 
 def not_a_module(vocab_size):

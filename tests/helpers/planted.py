@@ -23,7 +23,9 @@ def skipped_all_reduce(patch):
 def _on_batch(patch, change):
     """Trains on `change(plan, batch)`."""
     original = DeepSpeedEngine.train_step
-    patch.setattr(DeepSpeedEngine, "train_step", lambda self, batch: original(self, change(self.plan, batch)))
+    patch.setattr(
+        DeepSpeedEngine, "train_step", lambda self, batch, *others: original(self, change(self.plan, batch), *others)
+    )
 
 
 def _on_micro_batch(patch, change):

@@ -7,6 +7,7 @@ from torch.nn.functional import linear
 
 from llmtrain.models import initial
 from llmtrain.models.classifier import _OutputsOfAllTokens
+from llmtrain.models.head_loss import HeadLoss
 from llmtrain.models.own_loss import OwnLoss
 from llmtrain.plan.facts.classifier import MODULE
 
@@ -36,3 +37,13 @@ def position_before(patch):
     """The outputs of the position before the right one are read."""
     original = OwnLoss.__call__
     patch.setattr(OwnLoss, "__call__", lambda self, logits, batch: original(self, logits.roll(1, 1), batch))
+
+
+def weight_without_gradient(patch):
+    """The loss of hidden states gets a copy of the head's weight."""
+    original = HeadLoss.computing
+    patch.setattr(
+        HeadLoss,
+        "computing",
+        lambda self, loss: original(self, lambda hidden, weight: loss(hidden, weight.detach() + 0 * weight)),
+    )

@@ -26,8 +26,8 @@ def unmet_experts_are_left_alone(patch):
             kept.append((experts, unmet, experts.detach()[unmet]))
         return norm(self)
 
-    def restore(self, batch):
-        result = train(self, batch)
+    def restore(self, batch, *others):
+        result = train(self, batch, *others)
         with torch.no_grad():
             for experts, unmet, values in kept:
                 experts[unmet] = values

@@ -57,9 +57,9 @@ def pairs_by_micro_batch(patch):
     """Each micro-batch has the same weight, however many pairs it has."""
     original, train, seen = engine.forward, DeepSpeedEngine.train_step, {}
 
-    def train_step(self, batch):
+    def train_step(self, batch, *others):
         seen["mean"] = batch.examples / (self.plan.data_parallel_size * self.plan.batch.gradient_accumulation_steps)
-        return train(self, batch)
+        return train(self, batch, *others)
 
     def forward(call, model, rows, *others):
         loss_sum, auxiliary = original(call, model, rows, *others)
@@ -153,9 +153,9 @@ def divergence_with_gradient(patch):
     losses, original, train = objective.kto_losses, engine.forward, DeepSpeedEngine.train_step
     seen = {"ratio": 0.0}
 
-    def train_step(self, batch):
+    def train_step(self, batch, *others):
         seen["mismatched"], seen["count"] = iter(batch.mismatched), batch.examples
-        return train(self, batch)
+        return train(self, batch, *others)
 
     def forward(call, model, rows, device, own, whole):
         if model.training:
@@ -195,8 +195,8 @@ def divergence_after_the_update(patch):
     """The divergence of the previous step, with its weights."""
     original, train = engine.estimate_divergence, DeepSpeedEngine.train_step
 
-    def train_step(self, batch):
-        found = train(self, batch)
+    def train_step(self, batch, *others):
+        found = train(self, batch, *others)
         original(self, [batch])
         return found
 

@@ -108,6 +108,7 @@ def test_a_split_model_without_a_head_of_its_own_can_be_divided_in_every_way():
         ("MixesRows", "the logits of a row depend on the other rows of the batch"),
         ("LooksAhead", "the logits of a position depend on later tokens"),
         ("KeepsState", "it keeps a state between calls that its state_dict does not have"),
+        ("TiedByData", "two parameters with the same memory: table.weight and head.weight"),
         ("not_a_module", "returned int, not a torch.nn.Module"),
         ("needs_more", "is required by tests.helpers.own_models:needs_more"),
     ],
@@ -135,6 +136,7 @@ def test_arguments_and_names_that_do_not_exist_are_refused_with_the_nearest_ones
         ("OwnMask", "documents", "its attention has to be scaled_dot_product_attention with is_causal=True"),
         ("Skips", "stages", "parts deviate from the whole model's"),
         ("ScalesLogits", "chunks", "losses or gradients deviate by"),
+        ("ReadsFirstLayer", "stages", "its forward pass fails on a part of the layers"),
     ],
 )
 def test_what_a_model_does_not_support_is_a_reason_of_the_plan(name, field, reason):

@@ -56,6 +56,10 @@ class HalfState(Duck):
 def function(context):
     pass
 
+class Changes:
+    def on_gradients(self, context):
+        pass
+
 class Tracker:
     def __init__(self, run_dir, recipe, start_step):
         pass
@@ -111,13 +115,23 @@ def test_classes_and_objects_with_hooks_are_accepted(folder, name, options):
         ("Every", {}, "callback.options", "missing a required argument: 'steps'"),
         ("Every", {"steps": 1, "nam": "b"}, "callback.options", "did you mean 'name'?"),
         ("duck", {"steps": 1}, "callback.options", "is an object; only a class takes options"),
+        ("Changes", {}, "callback.gradients", "must be true: hooks:Changes defines on_gradients"),
     ],
 )
 def test_what_a_run_could_not_call_is_refused(folder, name, options, rule, message):
     ((found, field, text),) = refusals(folder, callbacks=[{"object": f"hooks:{name}", "options": options}])
     assert found == rule
-    assert field == ("callbacks.0.options" if rule == "callback.options" else FIELD)
+    of_rule = {"callback.options": "callbacks.0.options", "callback.gradients": "callbacks.0.changes_gradients"}
+    assert field == of_rule.get(rule, FIELD)
     assert message in text
+
+
+def test_a_callback_that_changes_gradients_says_so(folder):
+    declared = {"ranks": "all", "changes_gradients": True}
+    assert refusals(folder, callbacks=[{"object": "hooks:Changes", **declared}]) == []
+    ((rule, field, text),) = refusals(folder, callbacks=[{"object": "hooks:Duck", **declared}])
+    assert (rule, field) == ("callback.gradients", "callbacks.0.changes_gradients")
+    assert "defines no on_gradients" in text
 
 
 def test_trackers_are_checked(folder):

@@ -22,10 +22,13 @@ LOSSES = "llmtrain.objectives:"
 VOCABULARY = 64
 SIZES = Sizes(VOCABULARY, VOCABULARY)
 SUM = "is not a sum over its rows: "
+HIDDEN = Custom(own_losses.hidden_tokens, hidden_states=True)
 RIGHT = [
     Custom(own_losses.token_sum),
     Custom(own_losses.document_mean, unit="document"),
     Custom(own_losses.pair_margin, unit="pair"),
+    HIDDEN,
+    Custom(own_losses.hidden_documents, hidden_states=True, unit="document"),
     Custom(own_losses.even_tokens, count=own_losses.count_even),
     Custom(LOSSES + "z_loss", weight=0.1),
     Custom(LOSSES + "focal"),
@@ -66,7 +69,13 @@ def test_losses_that_can_be_divided_are_accepted(objective):
     check_loss(objective, None, Sizes(VOCABULARY, OUTPUTS.get(objective.name, VOCABULARY)))
 
 
-@pytest.mark.parametrize("objective", [one for one in RIGHT if one.name in OUTPUTS], ids=lambda one: one.name)
+def test_a_loss_whose_gradient_of_the_head_depends_on_other_rows_is_refused():
+    objective = Custom(own_losses.mixes_weight_gradients, hidden_states=True, unit="document")
+    with pytest.raises(RecipeError, match="its gradient differs from that of each row alone"):
+        check_loss(objective, None, SIZES)
+
+
+@pytest.mark.parametrize("objective", [objective for objective in RIGHT if objective.name in OUTPUTS])
 def test_a_loss_for_another_head_is_refused_without_it(objective):
     with pytest.raises(RecipeError, match=f"has 64 outputs for a token, not {OUTPUTS[objective.name]}: set model.num_"):
         check_loss(objective, None, SIZES)
@@ -150,7 +159,7 @@ def test_a_function_its_path_and_a_part_of_a_recipe_are_the_same():
         ({"count": "mine:count"}, "count would have no effect on 'language_model'"),
         (
             {"name": "mine:loss", "beta": 0.2},
-            "beta would have no effect on 'mine:loss', which uses unit, count, columns, options",
+            "beta would have no effect on 'mine:loss', which uses unit, count, columns, hidden_states, options",
         ),
     ],
 )
@@ -170,6 +179,9 @@ def resolved(objective: ObjectiveConfig, ranks: int = 2, **fields):
     ("objective", "fields", "rule", "fix"),
     [
         (RIGHT[1], {"parallel.sequence": 2}, "objective.slices", "parallel.sequence=1"),
+        (HIDDEN, {"parallel.tensor": 2}, "objective.hidden_states", "objective.hidden_states=false"),
+        (HIDDEN, {"parallel.backend": "data_parallel"}, "objective.hidden_states", "objective.hidden_states=false"),
+        (HIDDEN, {"kernels.loss": "chunked"}, "kernels.loss", "kernels.loss=whole"),
         (RIGHT[1], {"data.packing": "concat"}, "objective.whole_pairs", "data.packing=best_fit"),
         (RIGHT[1], {"data.mask_documents": False}, "objective.documents", "data.mask_documents=true"),
         (RIGHT[2], {"data.packing": "none"}, "objective.whole_pairs", "data.packing=best_fit"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -108,6 +109,19 @@ class Returns:
         return None
 
 
+WEIGHT = torch.nn.Parameter(torch.ones(4))
+
+
+class ChangesWeights(Callback):
+    def __init__(self, how, step=3):
+        self.how, self.step = how, step
+
+    def on_step_end(self, context):
+        if context.step == self.step:
+            with torch.no_grad():
+                WEIGHT.mul_(2) if self.how == "in place" else WEIGHT.data.mul_(2)
+
+
 class NotJson(Every):
     def __init__(self):
         super().__init__(100)
@@ -137,7 +151,7 @@ def recipe_of(folder: Path, *callbacks: dict, **fields):
 class Engine:
     """Its loss falls until a step, and is random in its last digits."""
 
-    objective = None
+    objective = model = None
 
     def __init__(self, best: int = 1000) -> None:
         self.step, self.best, self.drawn = 0, best, []
@@ -146,7 +160,7 @@ class Engine:
     def metric_sums(self) -> None:
         """Has none."""
 
-    def train_step(self, batch):
+    def train_step(self, batch, change_gradients=None):
         self.step += 1
         self.drawn.append(torch.rand(1).item())
         return StepResult(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=1e-3)
@@ -201,7 +215,7 @@ def train(
         TrainingProgress(Console(quiet=True), 100) as progress,
         MetricsLogger(run_dir, plan, state.step) as logger,
     ):
-        callbacks = Callbacks(recipe, run_dir.path)
+        callbacks = Callbacks(recipe, run_dir.path, model=engine.model)
         step = stop_step or recipe.train.steps
         fit(Run(recipe, engine, data, saver, state, step, progress, stop, logger, callbacks=callbacks))
     return metrics(run_dir.path), state, saver
@@ -312,6 +326,25 @@ def test_an_error_names_the_users_line(folder):
     )
 
 
+@pytest.mark.parametrize(("how", "step"), [("in place", 3), ("data", 4)])
+def test_a_hook_that_changes_weights_is_detected(folder, how, step):
+    """Whatever its errors do. A module of a user's own may be in a variable of the user's code."""
+    one = {"object": "ChangesWeights", "options": {"how": how, "step": step}, "on_error": "count"}
+    recipe = recipe_of(folder, one)
+    engine = Engine()
+    sys.path.insert(0, str(folder))
+    engine.model = torch.nn.Module()
+    engine.model.weight = importlib.import_module(SUBJECT).WEIGHT
+    with pytest.raises(OwnCodeError) as error:
+        train(folder, recipe, engine)
+    (problem,) = error.value.problems
+    line = 1 + MODULE[: MODULE.index("    def on_step_end", MODULE.index("class ChangesWeights"))].count("\n")
+    assert problem.message.startswith(
+        f"{folder}/{SUBJECT}.py, line {line}: {SUBJECT}:ChangesWeights changes weights in on_step_end after step {step}"
+    )
+    assert engine.step == step
+
+
 def test_errors_can_be_counted(folder, capsys):
     lines, state, _ = train(folder, recipe_of(folder, {"object": "Fails", "on_error": "count"}))
     assert state.step == 8
@@ -340,7 +373,7 @@ def _asked(rank: int, folder: str, callbacks: list[dict]) -> list:
         for step in range(1, 7):
             asked = called.call("on_step_end", step)
             found.append((asked.save, asked.evaluate, asked.stop, dict(asked.metrics)))
-        found.append(called.state())
+        found.append(called.state(6))
     except OwnCodeError as error:
         found.append(error.problems[0].message)
     return found
@@ -439,10 +472,15 @@ def test_a_metric_that_no_callback_adds_is_reported_after_the_first_evaluation(f
         train(folder, recipe)
 
 
-def test_the_example_of_the_guide_runs(folder):
+def _example(name: str) -> str:
+    """The code of a class in the guide."""
     page = (Path(__file__).parents[2] / "docs/guides/callbacks.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    (folder / f"{SUBJECT}.py").write_text(example)
+    (found,) = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if f"class {name}(" in code]
+    return found
+
+
+def test_the_example_of_the_guide_runs(folder):
+    (folder / f"{SUBJECT}.py").write_text(_example("Milestones"))
     callback = {"object": "Milestones", "options": {"steps": [1, 3], "target": 12.5}}
     lines, state, saver = train(folder, recipe_of(folder, callback), Engine(5))
     assert [saved["step"] for saved in saver.states] == [1, 3]
@@ -451,10 +489,10 @@ def test_the_example_of_the_guide_runs(folder):
     assert [line["distance"] for line in lines if "eval_loss" in line] == [1.5, -0.5]
 
 
-def _train_command(small_recipe, folder: Path, *callbacks: dict):
+def _train_command(small_recipe, folder: Path, *callbacks: dict, run_dir: Path | None = None, more: tuple = ()):
     own = [{**one, "object": f"{SUBJECT}:{one['object']}"} for one in callbacks]
-    more = ("--set", f"callbacks={json.dumps(own)}", "--set", f"code_dir={folder}", "--nproc", "2")
-    return llmtrain("train", small_recipe, "--run-dir", folder / "run", *more)
+    fields = ("--set", f"callbacks={json.dumps(own)}", "--set", f"code_dir={folder}", "--nproc", "2")
+    return llmtrain("train", small_recipe, "--run-dir", run_dir or folder / "run", *fields, *more)
 
 
 @pytest.mark.slow
@@ -466,6 +504,20 @@ def test_an_error_in_a_callback_ends_the_run_on_all_ranks(small_recipe, folder):
     assert "Traceback" not in result.stderr
     found = [json.loads((folder / f"run/logs/rank_{rank}.error.json").read_text()) for rank in (0, 1)]
     assert {one["type"] for one in found} == {"OwnCodeError"}
+
+
+@pytest.mark.slow
+def test_a_continued_run_changes_gradients_as_an_uninterrupted_one(small_recipe, folder):
+    """With the example of the guide; before the run, a helper process imports it."""
+    (folder / f"{SUBJECT}.py").write_text(_example("Noise"))
+    noise = {"object": "Noise", "options": {"dropped_rows": 4}, "ranks": "all", "changes_gradients": True}
+    for run_dir, more in ((folder / "whole", ()), (folder / "run", ("--max-steps", "5")), (folder / "run", ())):
+        result = _train_command(small_recipe, folder, noise, run_dir=run_dir, more=more)
+        assert result.returncode == 0, result.stderr
+    assert losses(folder / "run") == losses(folder / "whole")
+    plain = _train_command(small_recipe, folder, run_dir=folder / "plain")
+    assert plain.returncode == 0, plain.stderr
+    assert losses(folder / "plain") != losses(folder / "whole")
 
 
 @pytest.mark.slow

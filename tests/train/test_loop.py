@@ -36,7 +36,7 @@ class Engine:
         self.step = 0
         self.guard = SimpleNamespace(read=self._skipped)
 
-    def train_step(self, batch):
+    def train_step(self, batch, change_gradients=None):
         self.step += 1
         return StepResult(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=1e-3)
 
@@ -98,7 +98,7 @@ class Evaluated:
     def __init__(self) -> None:
         self.steps = 0
 
-    def train_step(self, batch):
+    def train_step(self, batch, change_gradients=None):
         self.steps += 1
         return StepResult(loss=torch.tensor(1.0), grad_norm=torch.tensor(1.0), lr=1e-3)
 

@@ -23,7 +23,7 @@ def _spoil():
 
     from llmtrain.engines.deepspeed.engine import DeepSpeedEngine as engine
 
-    def train_step(self, batch):
+    def train_step(self, batch, change_gradients=None):
         self.spoilt = os.environ["RANK"] == "1" and batch.first_sample in range({SPOILT.start}, {SPOILT.stop})
         return train(self, batch)
 

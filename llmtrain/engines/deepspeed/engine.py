@@ -22,7 +22,7 @@ from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard, overriding
 from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather_partitioned
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
-from llmtrain.engines.engine import Accumulated, OwnPasses, Passes, StepResult
+from llmtrain.engines.engine import Accumulated, ChangeGradients, OwnPasses, Passes, StepResult
 from llmtrain.engines.forward import (
     check_kernels,
     forward,
@@ -44,6 +44,7 @@ from llmtrain.engines.optim import (
     gradients_of,
     groups_for,
     locate_shards,
+    named_gradients,
     parameter_groups,
     resume_schedule,
     schedule,
@@ -211,15 +212,15 @@ class DeepSpeedEngine(HasState):
         """Index of this rank's replica."""
         return dist.get_rank() // self.plan.stride(DATA) % self.plan.data_parallel_size
 
-    def train_step(self, batch: StepBatch) -> StepResult:
+    def train_step(self, batch: StepBatch, change_gradients: ChangeGradients | None = None) -> StepResult:
         """Accumulates gradients over micro-batches, clips them, and updates the weights if the guard allows it."""
         if self.objective and self.objective.needs_divergence:
             estimate_divergence(self, [batch])
         with self._training():
-            return self._update(self._accumulate(batch))
+            return self._update(self._accumulate(batch), change_gradients)
 
     @contextmanager
-    def own_passes(self, batch: StepBatch) -> Iterator[OwnPasses]:
+    def own_passes(self, batch: StepBatch, change_gradients: ChangeGradients | None = None) -> Iterator[OwnPasses]:
         """Returns the context of a step whose passes a loop of the user's own makes."""
         if self._pipeline:
             message = f"{self.plan.parallel.pipeline}: a pipeline makes its passes by itself"
@@ -228,7 +229,7 @@ class DeepSpeedEngine(HasState):
         with self._training():
             passes = OwnPasses(batch, self.device, self._run_model, self._backward, self._slice)
             yield passes
-            passes.result = self._update(passes.accumulated())
+            passes.result = self._update(passes.accumulated(), change_gradients)
 
     @contextmanager
     def _training(self) -> Iterator[None]:
@@ -261,9 +262,11 @@ class DeepSpeedEngine(HasState):
             self.engine.step()  # counts the micro-batch; only the step after the last one updates
         passes.add(loss_sum, auxiliary)
 
-    def _update(self, accumulated: Accumulated) -> StepResult:
+    def _update(self, accumulated: Accumulated, change_gradients: ChangeGradients | None) -> StepResult:
         """Takes the norm, clips by it, and updates the weights if the guard allows it."""
         lr = self.learning_rate
+        if change_gradients:
+            change_gradients(named_gradients(self.model, {}))
         # A pipeline's norm is taken in `decide`. That is too late to clip by it, but then the rules allow none.
         grad_norm = None if self._pipeline else self._norm_unless_deepspeed_keeps_it()
         if grad_norm is not None:

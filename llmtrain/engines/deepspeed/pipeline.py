@@ -25,7 +25,7 @@ from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.passes import PassRunner, PipeLinks, Tensors
 from llmtrain.engines.deepspeed.tensor import SlicedAxis
 from llmtrain.engines.engine import Accumulated, with_router_loss
-from llmtrain.engines.forward import LabeledPositions, chunk_arguments, loss_of
+from llmtrain.engines.forward import LabeledPositions, chunk_arguments, computed_at_head, loss_of
 from llmtrain.engines.runtime.agree import broadcast
 from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.engines.state.shards import ReplicaIndex
@@ -223,7 +223,8 @@ class PipelineAxis(SlicedAxis):
         labels = batch.labels.to(self.device, non_blocking=True)
         if chunked_loss(stage.model):
             arguments |= chunk_arguments(labels, batch)
-        output = stage(inputs, **arguments)
+        with computed_at_head(stage.model, batch, objective):
+            output = stage(inputs, **arguments)
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
         loss_sum = loss_of(result, labels, stage.model, batch, objective)
         self._total += loss_sum.detach()

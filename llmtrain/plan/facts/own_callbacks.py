@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from llmtrain.errors import Problem, did_you_mean
@@ -14,10 +14,13 @@ TRACKER_ARGUMENTS = ("run_dir", "recipe", "start_step")
 """With these a tracker's class is called."""
 
 
-def callback_problems(field: str, path: str, found: Any, options: dict[str, Any]) -> Iterator[Problem]:
+def callback_problems(
+    field: str, path: str, found: Any, options: dict[str, Any], changes_gradients: bool = False
+) -> Iterator[Problem]:
     """Yields what is wrong with a callback: its methods, and the arguments of its class.
 
-    found: the class or the object at the path. options: the arguments that the recipe gives.
+    found: the class or the object at the path. options: the arguments that the recipe gives. changes_gradients: whether
+    the recipe says that it changes gradients.
     """
     if inspect.isroutine(found) or inspect.ismodule(found):
         message = f"{path} is a {type(found).__name__}, but a callback is a class or an object with methods"
@@ -37,10 +40,25 @@ def callback_problems(field: str, path: str, found: Any, options: dict[str, Any]
             yield Problem("callback.hook", field, f"{path}.{name} must take one argument, the context: {fault}")
         if inspect.iscoroutinefunction(getattr(found, name)):
             yield Problem("callback.hook", field, f"{path}.{name} is asynchronous, and would never run")
+    if said := undeclared(path, hooks, changes_gradients):
+        yield Problem("callback.gradients", field.removesuffix("object") + "changes_gradients", *said)
     if len(present := [name for name in STATE if callable(getattr(found, name, None))]) == 1:
         message = f"{path} defines {present[0]} alone; a state needs {' and '.join(STATE)}"
         yield Problem("callback.state", field, message)
     yield from _option_problems(field, path, found, options)
+
+
+def undeclared(path: str, hooks: Collection[str], changes_gradients: bool) -> tuple[str, str] | None:
+    """Returns a message and a fix if a recipe does not say that a callback changes gradients, or says so wrongly.
+
+    hooks: those that the callback defines.
+    """
+    if changes_gradients and "on_gradients" not in hooks:
+        return f"{path} defines no on_gradients, which changes gradients", "define it, or leave changes_gradients out"
+    if "on_gradients" in hooks and not changes_gradients:
+        message = f"must be true: {path} defines on_gradients, which changes what is trained"
+        return message, 'give the callback changes_gradients=true and ranks="all"'
+    return None
 
 
 def _option_problems(field: str, path: str, found: Any, options: dict[str, Any]) -> Iterator[Problem]:

@@ -64,7 +64,10 @@ def examined(recipe: Recipe, sizes: Sizes | None = None) -> OwnCode | None:
     tried: dict[str, Any] = {
         # Without the layout, so that the plans of a search share a trial.
         "recipe": recipe.model_copy(update=_LAYOUT).model_dump(mode="json") if has_schedule else None,
-        "options": {f"callbacks.{number}.object": one.options for number, one in enumerate(recipe.callbacks)},
+        "callbacks": {
+            f"callbacks.{number}.object": {"options": one.options, "changes_gradients": one.changes_gradients}
+            for number, one in enumerate(recipe.callbacks)
+        },
         "loss": None,
     }
     if recipe.objective.is_own and sizes is not None:
@@ -77,7 +80,7 @@ def examined_objects(objects: dict[str, str], folder: str | None, tried: dict[st
 
     folder: that of the recipe's own modules. tried: what is called besides, see `answer`.
     """
-    nothing: dict[str, Any] = {"recipe": None, "options": {}, "loss": None}
+    nothing: dict[str, Any] = {"recipe": None, "callbacks": {}, "loss": None}
     request = {"objects": objects, "folder": folder, **(tried or nothing)}
     path = cache_path(request)
     try:
@@ -128,7 +131,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         try:
             found = import_object(path, folder, field)
             if field.startswith("callbacks."):
-                problems += callback_problems(field, path, found, request["options"][field])
+                problems += callback_problems(field, path, found, **request["callbacks"][field])
             elif field.startswith("logging.trackers."):
                 problems += tracker_problems(field, path, found)
             elif not callable(found):

@@ -25,6 +25,8 @@ NO_TARGET = -100
 LENGTHS = (6, 3, 5, 2)
 """Tokens of the rows of the random input."""
 TRIALS = 3
+WIDTH = 16
+"""Of hidden states."""
 TOLERANCE = 1e-4
 """Relative. A sum over the rows in another order deviates by some 1e-7, an operation that loses three digits by 1e-4;
 to divide by another count, or to mix rows, changes a sum by a share of a row, which is several percent."""
@@ -56,7 +58,9 @@ class _Result:
 
     sums: dict[str, tuple[float, float]]
     gradient: torch.Tensor
-    """As the logits: [rows, length, outputs]."""
+    """As the logits, [rows, length, outputs], or the hidden states, [rows, length, width]."""
+    weight_gradient: torch.Tensor
+    """Of the head's weight, [outputs, width]; of no element if the loss gets logits."""
 
 
 class Sizes(NamedTuple):
@@ -72,7 +76,8 @@ class Sizes(NamedTuple):
 class _Input:
     """What a loss is given."""
 
-    logits: torch.Tensor
+    outputs: torch.Tensor
+    """Logits, or hidden states."""
     labels: torch.Tensor
     columns: dict[str, torch.Tensor]
     """Each of `objective.columns`: [rows], or [rows, length] for tokens."""
@@ -82,7 +87,7 @@ class _Input:
         columns = {
             name: drawn[rows, tokens] if drawn.ndim == 2 else drawn[rows] for name, drawn in self.columns.items()
         }
-        return _Input(self.logits[rows, tokens], self.labels[rows, tokens], columns)
+        return _Input(self.outputs[rows, tokens], self.labels[rows, tokens], columns)
 
 
 class _FaultError(Exception):
@@ -163,7 +168,16 @@ class _Trial:
             columns, lengths = torch.arange(shape[1]), torch.tensor(LENGTHS)[:, None]
             # Each row begins with a token without a target, as a prompt has none, and ends with a target.
             labels[(columns == 0) | (columns >= lengths)] = NO_TARGET
-            yield _Input(2 * torch.randn(*shape, self.sizes.outputs), labels, self._random_columns())
+            width = WIDTH if self.objective.hidden_states else self.sizes.outputs
+            yield _Input(2 * torch.randn(*shape, width), labels, self._random_columns())
+
+    @cached_property
+    def weight(self) -> torch.Tensor:
+        """The weight of a head, [outputs, width]."""
+        import torch
+
+        drawn = torch.randn(self.sizes.outputs, WIDTH, generator=torch.Generator().manual_seed(0))
+        return drawn / math.sqrt(WIDTH)
 
     def _random_columns(self) -> dict[str, torch.Tensor]:
         """Returns columns of numbers from 0.1 to 1, half of them 1: a class, a weight or a score may be such.
@@ -185,10 +199,12 @@ class _Trial:
         """Returns what the loss returns, and its gradient."""
         import torch
 
-        objective = self.objective
-        leaf = given.logits.detach().clone().requires_grad_()
-        with own_code_errors(objective.name, self.folder, FIELD, f"fails for logits {list(leaf.shape)}"):
-            result = self.loss(leaf, given.labels.clone(), **given.columns, **objective.options)
+        objective, what = self.objective, "hidden states" if self.objective.hidden_states else "logits"
+        leaf = given.outputs.detach().clone().requires_grad_()
+        weight = self.weight.clone().requires_grad_() if objective.hidden_states else leaf.new_zeros(0).requires_grad_()
+        tensors = (leaf, weight) if objective.hidden_states else (leaf,)
+        with own_code_errors(objective.name, self.folder, FIELD, f"fails for {what} {list(leaf.shape)}"):
+            result = self.loss(*tensors, given.labels.clone(), **given.columns, **objective.options)
         try:
             sums = sums_of(result)
         except ValueError as error:
@@ -196,15 +212,17 @@ class _Trial:
         numbers = {name: (_number(name, total), _number(name, count)) for name, (total, count) in sums.items()}
         total = sums["loss"][0]
         if not isinstance(total, torch.Tensor) or not total.requires_grad:
-            raise _FaultError("returns a sum that does not depend on the logits, so that nothing can be trained")
+            raise _FaultError(f"returns a sum that does not depend on the {what}, so that nothing can be trained")
         with own_code_errors(objective.name, self.folder, FIELD, "fails in its backward pass"):
-            (gradient,) = torch.autograd.grad(total, leaf, allow_unused=True)
-        if gradient is not None and not torch.isfinite(gradient).all():
+            found = torch.autograd.grad(total, (leaf, weight), allow_unused=True, materialize_grads=True)
+        if not all(torch.isfinite(gradient).all() for gradient in found):
             raise _FaultError("has a gradient that is not finite")
-        return _Result(numbers, torch.zeros_like(leaf) if gradient is None else gradient)
+        return _Result(numbers, *found)
 
     def check(self, given: _Input) -> None:
         """Compares the loss of several rows with those of each."""
+        import torch
+
         whole, rows = self.run(given), 2 if self.objective.unit == "pair" else 1
         self._check_count(whole, given)
         firsts = range(0, len(LENGTHS), rows)
@@ -215,6 +233,8 @@ class _Trial:
         for part, result in zip(parts, alone, strict=True):
             self._check_count(result, given.part(*part))
             _check_gradient(whole.gradient[part], result.gradient, f"each {of} alone")
+        of_weight = torch.stack([result.weight_gradient for result in alone]).sum(0)
+        _check_gradient(whole.weight_gradient, of_weight, f"each {of} alone")
         if whole.gradient[_is_padding(given.labels)].any():
             raise _FaultError("has a gradient at the padding of a row, whose labels are negative")
         if self.objective.unit == "token":
@@ -296,6 +316,8 @@ def _check_sums(whole: _Result, parts: list[_Result], what: str, of: str) -> Non
 
 
 def _check_gradient(whole: torch.Tensor, part: torch.Tensor, of: str) -> None:
+    if not whole.numel():
+        return
     largest = max(whole.abs().max().item(), part.abs().max().item())
     deviation = (whole - part).abs().max().item()
     if deviation > TOLERANCE * largest:

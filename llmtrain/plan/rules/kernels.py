@@ -69,6 +69,8 @@ def loss_in_chunks(draft: Draft) -> Iterator[Fault]:
     if loss not in ("auto", "whole") and (why := needs_whole_loss(draft.recipe, draft.facts)):
         of_documents = objective.is_own and objective.reads_whole_documents
         what = f"objective.unit={objective.unit}" if of_documents else draft.parallel.strategy
+        if objective.hidden_states:
+            what = "objective.hidden_states"
         if (labels := draft.recipe.model.num_labels) is not None:
             what = f"model.num_labels={labels}"
         elif draft.recipe.model.build and draft.parallel.strategy not in WHOLE_LOSS and not of_documents:

@@ -1,4 +1,4 @@
-"""Rules for a model of the user's own, from what trials on a tiny copy of it have shown."""
+"""Rules for code of the user's own: models, from what trials on a tiny copy have shown, and changes of gradients."""
 
 from __future__ import annotations
 
@@ -38,6 +38,28 @@ def tensor(draft: Draft) -> Iterator[Fault]:
     if facts is not None and facts.trials is not None and facts.trials.tensor:
         message = f"must be 1, not {draft.parallel.tensor}: {facts.trials.tensor}"
         yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
+
+
+@rule("own.gradients", "run")
+def gradients(draft: Draft) -> Iterator[Fault]:
+    """Refuses a callback that changes gradients where a rank does not hold whole ones in fp32 before they are clipped.
+    FSDP2, ZeRO 1 to 3 and tensor, expert and pipeline parallelism divide them; a loss scaler has scaled them."""
+    if not draft.recipe.gradient_callbacks:
+        return
+    parallel, names = draft.parallel, ", ".join(callback.object for callback in draft.recipe.gradient_callbacks)
+    for name in ("pipeline", "tensor", "expert"):
+        if (degree := getattr(parallel, name)) > 1:
+            message = f"must be 1, not {degree}: {names} changes whole gradients, of which each rank would have a part"
+            yield Fault(f"parallel.{name}", message, assignment(**{f"parallel__{name}": 1}))
+    if parallel.strategy == "fsdp2":
+        message = f"'fsdp2' divides gradients, but {names} changes whole ones"
+        yield Fault("parallel.accelerate", message, assignment(parallel__accelerate="ddp", parallel__zero_stage=0))
+    elif parallel.zero_stage:
+        message = f"must be 0, not {parallel.zero_stage}: ZeRO divides gradients, but {names} changes whole ones"
+        yield Fault("parallel.zero_stage", message, assignment(parallel__zero_stage=0))
+    if parallel.precision == "autocast_fp16":
+        message = f"'autocast_fp16' scales gradients, but {names} changes those of the loss"
+        yield Fault("parallel.precision", message, assignment(parallel__precision="autocast_bf16"))
 
 
 @rule("own.data_parallel", "read")

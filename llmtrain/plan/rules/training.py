@@ -12,7 +12,7 @@ from llmtrain.plan.axes import EXPERT, SEQUENCE
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
 from llmtrain.plan.optimizers import optimizer_of
-from llmtrain.plan.rules.rule import Fault, assignment, rule
+from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 from llmtrain.recipe import DataConfig, Recipe
 from llmtrain.recipe.own_code import is_path
 
@@ -74,6 +74,22 @@ def objective_slices(draft: Draft) -> Iterator[Fault]:
             "the logits of whole documents, of which each rank would have a slice"
         )
         yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
+
+
+@rule("objective.hidden_states", "read")
+def objective_hidden_states(draft: Draft) -> Iterator[Fault]:
+    """Refuses a loss of hidden states if the head is split, copied for threads, or part of a model of one's own. The
+    loss is called in place of the head, with its whole weight."""
+    recipe, parallel = draft.recipe, draft.parallel
+    if not recipe.objective.hidden_states:
+        return
+    reasons = {
+        "tensor parallel ranks hold slices of the head": parallel.tensor > 1,
+        "nn.DataParallel copies the model, but not a replacement of its head": parallel.strategy == "data_parallel",
+        "the head of a model of your own may be any code": recipe.model.build is not None,
+    }
+    fix = assignment(objective__hidden_states="false")
+    yield from fault_for(reasons, "objective.hidden_states", "hidden states are not available", fix)
 
 
 @rule("objective.dropout", "read", refuses=False)

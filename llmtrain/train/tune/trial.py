@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from llmtrain.data import NO_TARGET, MicroBatch
-from llmtrain.engines.forward import forward, install_kernels
+from llmtrain.engines.forward import forward, install_kernels, objective_of
 from llmtrain.engines.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 from llmtrain.models.build import causal_lm, model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
@@ -54,6 +54,7 @@ class Trial:
             self.model = causal_lm(config, recipe.model, weight_dtype(recipe.parallel.precision)).train()
         use_recomputation(self.model, recipe.parallel)
         install_kernels(self.model, plan)
+        self.objective = objective_of(recipe, config) if recipe.objective.is_own else None
         self.targets = int((batch.labels != NO_TARGET).sum())
 
     def warm(self) -> float:
@@ -76,7 +77,9 @@ class Trial:
 
     def _pass(self) -> torch.Tensor:
         with autocast(self.precision, self.device.type):
-            loss_sum, auxiliary = forward(self.model, self.model, self.batch, self.device)
+            if self.objective:
+                self.objective.begin()
+            loss_sum, auxiliary = forward(self.model, self.model, self.batch, self.device, self.objective)
         loss = loss_sum.sum() / self.targets  # an objective that compares pairs has a loss for each token
         (loss if auxiliary is None else loss + auxiliary).backward()  # type: ignore[no-untyped-call]
         self.model.zero_grad(set_to_none=True)

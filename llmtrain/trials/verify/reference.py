@@ -12,7 +12,7 @@ import inspect
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar, cast
@@ -33,8 +33,8 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
-from llmtrain.recipe import ModelConfig, ObjectiveConfig, Recipe
-from llmtrain.recipe.own_code import import_object, is_path
+from llmtrain.recipe import GradientContext, ModelConfig, ObjectiveConfig, Recipe, gradient_seed
+from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
 from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 
 NO_TARGET = -100
@@ -120,7 +120,7 @@ class ReferenceLoop:
         self.model = _model(recipe, device)
         of_model = {name: weight for name, weight in weights.items() if name in self.model.state_dict()}
         if of_model:
-            self.model.load_state_dict(of_model)
+            self.model.load_state_dict(of_model, strict=recipe.model.pretrained is None)
         _train_part(self.model, recipe.model, {name: weights[name] for name in weights.keys() - of_model.keys()})
         self.micro_batch_size = micro_batch_size or recipe.batch.micro_batch_size
         self.together = together
@@ -141,6 +141,9 @@ class ReferenceLoop:
             self.model.float()
         self.optimizer = reference_optimizer(self.masters, recipe)
         self.steps = 0
+        self.callbacks = [_callback(recipe, number) for number in range(len(recipe.gradient_callbacks))]
+        self._head_weight: Tensor | None = None
+        """That of the last forward pass, if the user's own loss gets it."""
         self._reached: set[str] = set()
         """Names of the weights that had a gradient in a step."""
 
@@ -159,6 +162,7 @@ class ReferenceLoop:
             loss_sum, auxiliary = self._losses(micro_batch)
             (loss_sum / num_items + auxiliary / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
             total += loss_sum.item()
+        self._change_gradients()
         gradients = [weight.grad for weight in self.masters.values() if weight.grad is not None]
         self._reached |= {name for name, weight in self.masters.items() if weight.grad is not None}
         norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
@@ -172,6 +176,20 @@ class ReferenceLoop:
         self.optimizer.step()
         self.steps += 1
         return ReferenceStep(total / num_items, norm, lr)
+
+    @torch.no_grad()
+    def _change_gradients(self) -> None:
+        """Calls the user's callbacks that change gradients. Raises RecipeError for their exceptions."""
+        named = {_plain_name(name): weight.grad for name, weight in self.masters.items() if weight.grad is not None}
+        context = GradientContext(self.steps + 1, named, self.recipe)
+        for number, callback in enumerate(self.callbacks):
+            path, folder = self.recipe.gradient_callbacks[number].object, self.recipe.code_dir
+            with (
+                torch.random.fork_rng([self.device] if self.device.type == "cuda" else []),
+                own_code_errors(path, folder, "callbacks", f"fails in on_gradients of step {context.step:,}"),
+            ):
+                torch.manual_seed(gradient_seed(self.recipe.train.seed, context.step, number))
+                callback.on_gradients(context)
 
     @torch.no_grad()
     def evaluate(self, sequences: Sequences) -> float:
@@ -304,17 +322,19 @@ class ReferenceLoop:
     def _own_losses(self, sequences: Sequences, logits: Tensor) -> Tensor:
         """Returns the sum of the losses of a user's own function, called for each document or pair alone.
 
-        logits: those of all tokens in order, [tokens, vocabulary].
+        logits: those of all tokens in order, [tokens, vocabulary], or their hidden states, [tokens, width].
         """
         objective = self.recipe.objective
         function = import_object(objective.name, self.recipe.code_dir)
         documents = [document for documents in sequences for document in documents]
-        parts = torch.split(logits.float(), [len(document.inputs) for document in documents])
+        head = () if self._head_weight is None or not objective.hidden_states else (self._head_weight,)
+        values = logits.to(head[0].dtype) if head else logits.float()
+        parts = torch.split(values, [len(document.inputs) for document in documents])
         total = 0 * logits.sum().double()  # gives a micro-batch without targets a gradient of 0
         for unit in _units([*zip(documents, parts, strict=True)], objective.unit):
             targets = _pad([document.targets for document, _ in unit], NO_TARGET).to(self.device)
             columns = _columns([document for document, _ in unit], objective, self.device)
-            result = function(_pad([part for _, part in unit]), targets, **columns, **objective.options)
+            result = function(_pad([part for _, part in unit]), *head, targets, **columns, **objective.options)
             total = total + (result["loss"] if isinstance(result, Mapping) else result)[0]
         return total
 
@@ -334,29 +354,42 @@ class ReferenceLoop:
         if self.recipe.model.build is not None:
             logits, auxiliary = self._own_forward(inputs["input_ids"], weights, inputs["position_ids"])
             return _losses_of_rows(logits, targets), () if auxiliary is None else (auxiliary.reshape(1),), logits
-        if self.recipe.model.num_labels is not None:
-            scores = self._scores(weights, inputs)
-            return scores.new_zeros(len(rows)), (), scores
-        with self._autocast():
+        with self._autocast(), self._at_head() as seen:
             output = functional_call(self.model, dict(weights), kwargs=inputs)
+        if self.recipe.model.num_labels is not None:
+            return seen[0].new_zeros(len(rows)), (), seen[0]
         loss = _losses_of_rows(output.logits, targets)
+        values = seen[0] if self.recipe.objective.hidden_states else output.logits
         if getattr(output, "aux_loss", None) is None:
-            return loss, (), output.logits
+            return loss, (), values
         real = (
             _pad([torch.ones_like(document.inputs, dtype=torch.bool) for document, _ in rows]).flatten().to(self.device)
         )
-        return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits], output.logits
+        return loss, [layer.flatten(0, -2)[real] for layer in output.router_logits], values
 
-    def _scores(self, weights: Mapping[str, Tensor], inputs: dict[str, Any]) -> Tensor:
-        """Returns the scores of all tokens; the classifiers of `transformers` return those of the last one only."""
+    @contextmanager
+    def _at_head(self) -> Iterator[list[Tensor]]:
+        """Collects the hidden states that reach the head, or the scores of all tokens that it computes from them.
+
+        The classifiers of `transformers` return the scores of the last token only.
+        """
         seen: list[Tensor] = []
-        if self.model.config.pad_token_id is None:
+        labels, hidden = self.recipe.model.num_labels, self.recipe.objective.hidden_states
+        if labels is None and not hidden:
+            yield seen
+            return
+        if labels is not None and self.model.config.pad_token_id is None:
             self.model.config.pad_token_id = 0  # by which it would look for the last token of each of several rows
-        handle = self.model.score.register_forward_hook(lambda module, args, scores: seen.append(scores))
-        with self._autocast():
-            functional_call(self.model, dict(weights), kwargs=inputs)
+        head = self.model.get_output_embeddings() if labels is None else self.model.score
+
+        def note(module: nn.Module, given: tuple[Tensor], scores: Tensor) -> None:
+            seen.append(given[0] if hidden else scores)
+            assert isinstance(module.weight, Tensor)
+            self._head_weight = module.weight  # the rounded one, which is no parameter
+
+        handle = head.register_forward_hook(note)
+        yield seen
         handle.remove()
-        return seen[0]
 
     def _own_forward(
         self, tokens: Tensor, weights: Mapping[str, Tensor], positions: Tensor | None = None
@@ -456,6 +489,13 @@ def learning_rate(recipe: Recipe, step: int) -> float:
         return peak * (1 / math.sqrt((step + scale - warmup) / scale))
     decayed = max(0, step - (steps - optim.decay_steps)) / max(1, optim.decay_steps)
     return peak * ((1 - decayed) * (1 - least) + least if decayed else 1.0)
+
+
+def _callback(recipe: Recipe, number: int) -> Any:
+    """Returns one of the user's callbacks that change gradients."""
+    config = recipe.gradient_callbacks[number]
+    found = import_object(config.object, recipe.code_dir)
+    return found(**config.options) if inspect.isclass(found) else found
 
 
 def _own_model(recipe: Recipe, device: torch.device) -> nn.Module:

@@ -33,6 +33,9 @@ def certificate_lines(certificate: Certificate) -> list[str]:
         lines.append(f"allowed ({probe}): loss {loss}, grad norm {grad_norm}, weights {weights}")
     text = f"{certificate.steps} steps, {certificate.recipe.parallel.precision}, {certificate.seconds:.0f} s"
     lines.append(f"{total - others} of {total} plans certified: {text}")
+    if changing := certificate.recipe.gradient_callbacks:
+        names = ", ".join(callback.object for callback in changing)
+        lines.append(f"the reference also calls {names}: the proof covers these plans with that change of gradients")
     rules = Counter(refusal["rule"] for refusal in certificate.refused)
     if rules:
         text = ", ".join(f"{count} by {rule}" for rule, count in rules.most_common())

@@ -26,6 +26,7 @@ from llmtrain.plan.facts.classifier import HEAD
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import write_atomically
+from llmtrain.train.callbacks import Callbacks
 from llmtrain.trials.jobs import Say
 from llmtrain.trials.verify.batches import Batches
 from llmtrain.trials.verify.compare import Trace, Weights, clone, deviation, tolerance
@@ -157,7 +158,8 @@ def _compare_probe(
     """
     engine = build_engine(plan, render(plan), device)
     replica, batches = engine.data_parallel_rank, batches.referenced(engine, plan)
-    ours = _trace(engine, batches.part(plan, replica), batches.eval_batches(plan, replica))
+    callbacks = Callbacks(plan.recipe, only_gradients=True)
+    ours = _trace(engine, callbacks, batches.part(plan, replica), batches.eval_batches(plan, replica))
     worst = _worst_rank(deviation(ours, theirs, initial))
     if saved_in is not None and worst.within(allowed):
         check_checkpoint_round_trip(engine, plan, ours.weights, saved_in)
@@ -211,8 +213,9 @@ def drawn_weights(recipe: Recipe, device: torch.device) -> Weights:
     return {name: named[name] for name in drawn}
 
 
-def _trace(engine: Engine, steps: Iterator[StepBatch], held_out: Iterable[StepBatch]) -> Trace:
-    results = [engine.train_step(batch) for batch in steps]
+def _trace(engine: Engine, callbacks: Callbacks, steps: Iterator[StepBatch], held_out: Iterable[StepBatch]) -> Trace:
+    results = [engine.train_step(batch, callbacks.gradient_hook(step)) for step, batch in enumerate(steps, start=1)]
+    callbacks.check_gradients(len(results))
     total, targets = 0.0, 0
     held_out = list(held_out)
     if engine.objective and engine.objective.needs_divergence:

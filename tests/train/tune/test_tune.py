@@ -12,6 +12,7 @@ from select import select
 import pytest
 import torch
 
+from llmtrain import Custom
 from llmtrain.data import MicroBatch
 from llmtrain.engines.runtime.cpu import matmul_of
 from llmtrain.errors import Problem, RecipeError
@@ -22,6 +23,8 @@ from llmtrain.recipe.cluster import Cluster
 from llmtrain.train.tune import choice, request, search, trial
 from llmtrain.train.tune.choice import KERNELS, alternatives, open_kernels
 from llmtrain.train.tune.trial import Comparison
+from tests.helpers.batches import CLASSIFIER
+from tests.helpers.own_losses import hidden_tokens
 from tests.helpers.small_plan import small_plan
 
 CPU = torch.device("cpu")
@@ -54,6 +57,19 @@ class Timed:
 def _tune(plan, batch, always=True, threads=1):
     said = []
     return search.tune(plan, lambda _: batch, CPU, threads, always, said.append), said
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["outputs", "hidden"])
+def test_a_trial_computes_the_users_own_loss(hidden, batch, monkeypatch):
+    """The tokens are no labels of a head of three outputs, and a loss of hidden states computes its own logits."""
+    monkeypatch.setattr(trial, "WARM_PASSES", 1)
+    fields = {"objective": Custom(hidden_tokens, hidden_states=True)} if hidden else CLASSIFIER
+    plan = resolve(small_plan().recipe.with_(**fields), Cluster())
+    one = search.Trial(plan, batch, CPU)
+    loss, (seen,) = one.warm(), one.objective._seen
+    count = int(torch.isin(batch.labels, torch.tensor([3, 4, 5])).sum())
+    assert seen[0] == (batch.labels.numel() if hidden else count)
+    assert loss > 0
 
 
 def test_kernels_set_by_the_recipe_are_not_measured():

@@ -24,6 +24,9 @@ WEIGHTED = Custom(own_losses.weighted, columns=COLUMNS)
 HEAVY = Custom(own_losses.heavy, count=own_losses.count_heavy, columns=COLUMNS, unit="document")
 SCORES = Custom(LOSSES + "regression", unit="document", columns=("score",))
 MARGINS = Custom(own_losses.pair_with_margin, unit="pair", columns=("margin",))
+HIDDEN = Custom(own_losses.hidden_tokens, hidden_states=True)
+HIDDEN_DOCUMENTS = Custom(own_losses.hidden_documents, hidden_states=True, unit="document")
+OF_HEAD = ("head_drawn_by_rank", "head_without_gradient", "position_before")
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-tp2-zero1-acc4"]
 SLICES = ["dp1-sp2-zero1-acc4"]
 FLAT = ["dp2-zero0-acc2", "dp2-zero2-acc2", "dp2-zero3-acc2", "dp2-ddp-acc2", "dp2-fsdp2-acc2"]
@@ -70,6 +73,12 @@ def recipe_of(objective, corpus, pairs, **fields):
         pytest.param(REWARD, ["dp2-fsdp2-acc2", *SHARED[1:]], {}, id="reward", marks=SLOW),
         pytest.param(WEIGHTED, [*SLICES, *SHARED[:1]], {}, id="weighted-shared", marks=SLOW),
         pytest.param(SCORES, FLAT[1:2], {}, id="scores", marks=SLOW),
+        pytest.param(HIDDEN, ["dp2-zero3-acc2", *SHARED[:1]], {}, id="hidden", marks=SLOW),
+        pytest.param(HIDDEN, [*FLAT, *SLICES, *SHARED[:1]], {}, id="hidden-all", marks=BREADTH),
+        pytest.param(HIDDEN_DOCUMENTS, [*FLAT, *SHARED[:1]], {}, id="hidden-documents", marks=BREADTH),
+        pytest.param(HIDDEN, [*FLAT[1:3], FLAT[4]], {"parallel.precision": "bf16"}, id="hidden-bf16", marks=BREADTH),
+        pytest.param(HIDDEN, FLAT, {"parallel.precision": "autocast_bf16"}, id="hidden-autocast", marks=BREADTH),
+        pytest.param(HIDDEN, SHARED[:1], ZERO_BUBBLE, id="hidden-zero-bubble", marks=BREADTH),
         pytest.param(Z, [*FLAT, *SLICES, *SHARED], {}, id="z", marks=BREADTH),
         pytest.param(WEIGHTED, [*FLAT, *SLICES, *SHARED, DEVICES], {}, id="weighted-all", marks=BREADTH),
         pytest.param(WEIGHTED, [*FLAT[:2], *SLICES, *SHARED], CONCAT, id="weighted-concat", marks=BREADTH),
@@ -124,19 +133,19 @@ def test_numbers_of_other_slices_are_detected(corpus, pairs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("objective", "plan"),
+    ("objective", "plan", "bugs"),
     [
-        pytest.param(REWARD, "dp1-pp2-zero1-acc4", id="stages", marks=SLOW),
-        pytest.param(CLASSES, "dp1-tp2-zero1-acc4", id="slices", marks=BREADTH),
+        pytest.param(REWARD, "dp1-pp2-zero1-acc4", OF_HEAD, id="stages", marks=SLOW),
+        pytest.param(CLASSES, "dp1-tp2-zero1-acc4", OF_HEAD, id="slices", marks=BREADTH),
+        pytest.param(HIDDEN, "dp2-zero3-acc2", ("weight_without_gradient",), id="hidden", marks=SLOW),
     ],
 )
-def test_every_bug_of_another_head_is_detected(objective, plan, corpus, pairs, tmp_path):
-    bugs = ("head_drawn_by_rank", "head_without_gradient", "position_before")
+def test_every_bug_at_the_head_is_detected(objective, plan, bugs, corpus, pairs, tmp_path):
     _detected(recipe_of(objective, corpus, pairs), plan, "planted_heads", bugs, tmp_path)
 
 
-def _detected(recipe, plan, planted, bugs, folder):
+def _detected(recipe, plan, module, bugs, folder):
     job = job_of(recipe, [plan])
     run_ranks(1, refer, job, folder)
-    found = run_ranks(2, plant, job, folder, planted, bugs, timeout=600)[0]
+    found = run_ranks(2, plant, job, folder, module, bugs, timeout=600)[0]
     assert found == {"none": [plan], **{bug: [] for bug in bugs}}
