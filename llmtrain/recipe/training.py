@@ -254,8 +254,8 @@ class DataConfig(Part):
     """What happens to conversations of more than T + 1 tokens, which are never split. `drop`: they are skipped;
     `cut_turns`: their last turns are removed, if at least one turn of the assistant remains."""
     faulty_rows: Literal["refuse", "drop"] = "refuse"
-    """What happens to rows without a valid conversation, to conversations whose loss mask cannot be determined, and to
-    rows for which `filter` or `map` of a source fails."""
+    """What happens to rows without a valid conversation, to conversations whose loss mask cannot be determined, to rows
+    for which `filter` or `map` of a source fails, and to rows without a number in one of `objective.columns`."""
     eval_fraction: Fraction = 0.01
     """Fraction of the documents held out for evaluation, chosen by the hash of their text; for a single text file, its
     end. If `evaluation.sources` are given, nothing is held out."""

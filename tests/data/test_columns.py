@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.feather
 import pyarrow.parquet
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from llmtrain import Custom
@@ -196,6 +197,9 @@ def test_shortened_micro_batches_keep_the_first_numbers(make_recipe, tmp_path):
     batch = BatchLoader(prepared, seed=3, dp_rank=0, dp_size=1, shortens=True, **sizes).train_batch(0)
     assert check_values(prepared, batch)
     assert all(one.values.shape == (*one.labels.shape, 2) for one in batch.micro_batches)
+    assert {one.to(torch.device("meta")).values.shape for one in batch.micro_batches} == {
+        one.values.shape for one in batch.micro_batches
+    }
 
 
 def test_the_numbers_identify_the_tokens(make_recipe, tmp_path):

@@ -82,9 +82,9 @@ def weighted_documents(logits, labels, a):
     }
 
 
-def pair_with_margin(logits, labels, loss_weight):
+def pair_with_margin(logits, labels, margin):
     losses = losses_of(logits, labels).sum(1)
-    return torch.relu(losses[0::2] - losses[1::2] + loss_weight[0::2]).sum(), len(labels) // 2
+    return torch.relu(losses[0::2] - losses[1::2] + margin[0::2]).sum(), len(labels) // 2
 
 
 def heavy(logits, labels, a):

@@ -37,7 +37,7 @@ RIGHT = [
     Custom(LOSSES + "regression", unit="document", columns=["score"]),
     Custom(own_losses.weighted, columns=["a", "b"]),
     Custom(own_losses.weighted_documents, columns=["a"], unit="document"),
-    Custom(own_losses.pair_with_margin, columns=["loss_weight"], unit="pair"),
+    Custom(own_losses.pair_with_margin, columns=["margin"], unit="pair"),
     Custom(own_losses.heavy, columns=["a"], count=own_losses.count_heavy),
     Custom(own_losses.heavy, columns=["a"], count=own_losses.count_heavy, unit="document"),
     Custom(own_losses.class_of_column, columns=["kind"], unit="document"),

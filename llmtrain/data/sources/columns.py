@@ -58,7 +58,8 @@ def _fault(value: Any) -> str:
     if not isinstance(value, int | float):
         return f"contains {format_value(value)}, not a number"
     if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
-        return f"contains {value}, but fp32, in which the loss is given it, has all integers up to {LARGEST_INTEGER:,}"
+        holds = f"fp32, in which the loss is given it, has all integers up to {LARGEST_INTEGER:,}"
+        return f"contains {format_value(value)}, but {holds}"
     if not math.isfinite(value) or abs(value) > LARGEST:
         return f"contains {value}, which is not a finite number of fp32"
     return ""

@@ -60,7 +60,7 @@ def _values(stream: Any, begin: int, size: int) -> torch.Tensor | None:
     """Returns the numbers of the document with the token `begin`, [size, columns]; None without columns."""
     if not (columns := len(stream.loss_columns)):
         return None
-    index = int(np.count_nonzero(stream.documents[:-1] <= begin)) - 1
+    index = int(np.searchsorted(stream.documents, np.uint64(begin), side="right")) - 1
     numbers = np.asarray(stream.values).reshape(-1, columns)[index]
     return torch.from_numpy(numbers.copy()).expand(size, columns)
 

@@ -23,7 +23,7 @@ COLUMNS = ("a",)
 WEIGHTED = Custom(own_losses.weighted, columns=COLUMNS)
 HEAVY = Custom(own_losses.heavy, count=own_losses.count_heavy, columns=COLUMNS, unit="document")
 SCORES = Custom(LOSSES + "regression", unit="document", columns=("score",))
-MARGINS = Custom(own_losses.pair_with_margin, unit="pair", columns=("loss_weight",))
+MARGINS = Custom(own_losses.pair_with_margin, unit="pair", columns=("margin",))
 HIDDEN = Custom(own_losses.hidden_tokens, hidden_states=True)
 HIDDEN_DOCUMENTS = Custom(own_losses.hidden_documents, hidden_states=True, unit="document")
 OF_HEAD = ("head_drawn_by_rank", "head_without_gradient", "position_before")
@@ -53,7 +53,7 @@ def with_numbers(path: Path) -> Path:
     """Adds columns to rows. Their numbers differ from row to row, and have a mean of 1, as weights have."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     for number, row in enumerate(rows):
-        row.update(dict.fromkeys(("a", "score", "loss_weight"), 37 * number % 101 / 50))
+        row.update(dict.fromkeys(("a", "score", "margin"), 37 * number % 101 / 50))
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
