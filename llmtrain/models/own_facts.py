@@ -48,8 +48,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 auxiliary_loss=config.found.has_auxiliary_loss,
                 is_random=config.found.is_random,
                 documents=_mixed_documents(config),
-                stages=_refused_stages(config, facts),
                 sequence=_mixed_tokens(config),
+                stages=_refused_stages(config, facts),
                 tensor=_refused_split(config),
                 saved=tuple((each, saved_per_token(config, model, each)) for each in get_args(Precision)),
             ),
@@ -70,17 +70,6 @@ def _mixed_documents(config: OwnConfig) -> str:
     takes_positions = config.found.takes_positions
     needs = "its attention has to be scaled_dot_product_attention with is_causal=True and without a mask"
     return needs if takes_positions else f"{needs}, and its forward pass has to use an argument position_ids"
-
-
-def _refused_stages(config: OwnConfig, facts: ModelFacts) -> str:
-    """Returns why the model cannot be cut into two stages; empty if it can."""
-    if facts.layers < 2:
-        return "it has no list of layers that run one after the other"
-    try:
-        check_cut(config, stage_bounds(facts, 2, SEQUENCE_LENGTH))
-    except RecipeError as error:
-        return error.reason if isinstance(error, FamilyError) else str(error)
-    return ""
 
 
 @torch.no_grad()
@@ -116,6 +105,17 @@ def _attend_alone(call: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any,
     key, value = (one.repeat_interleave(call.num_key_value_groups, 1) for one in (key, value))
     output = value * (1 + query.mean(-1, keepdim=True) + 2 * key.mean(-1, keepdim=True))
     return output.transpose(1, 2), None
+
+
+def _refused_stages(config: OwnConfig, facts: ModelFacts) -> str:
+    """Returns why the model cannot be cut into two stages; empty if it can."""
+    if facts.layers < 2:
+        return "it has no list of layers that run one after the other"
+    try:
+        check_cut(config, stage_bounds(facts, 2, SEQUENCE_LENGTH))
+    except RecipeError as error:
+        return error.reason if isinstance(error, FamilyError) else str(error)
+    return ""
 
 
 def _refused_split(config: OwnConfig) -> str:
