@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models.activation_bytes import saved_per_token
@@ -12,8 +14,8 @@ from llmtrain.models.chunked import check_chunks
 from llmtrain.models.own import OwnConfig, OwnModel, own_configuration
 from llmtrain.models.own_parts import check_module
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
-from llmtrain.models.tiny.documents_check import influences
-from llmtrain.models.tiny.model import COPY_ERRORS
+from llmtrain.models.tiny.documents_check import ALONE, influences
+from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model, packed_input, relative_deviation
 from llmtrain.models.tiny.stages_check import check_cut
 from llmtrain.models.tiny.tensor_check import check_tensor_split
 from llmtrain.plan.facts.model import ModelFacts, OwnTrials
@@ -23,6 +25,8 @@ from llmtrain.plan.facts.own_model import KnownModel
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Precision
 
+ALONE_ATTENTION = "tokens_alone"
+"""Name of an attention in which each token sees only itself."""
 SEQUENCE_LENGTH = 1024
 """Tokens for which the stages of a trial are balanced."""
 
@@ -45,6 +49,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 auxiliary_loss=config.found.has_auxiliary_loss,
                 is_random=config.found.is_random,
                 documents=_mixed_documents(config),
+                sequence=_mixed_tokens(config),
                 stages=_refused_stages(config, facts),
                 tensor=_refused_split(config),
                 chunks=_refused_chunks(config),
@@ -67,6 +72,41 @@ def _mixed_documents(config: OwnConfig) -> str:
     takes_positions = config.found.takes_positions
     needs = "its attention has to be scaled_dot_product_attention with is_causal=True and without a mask"
     return needs if takes_positions else f"{needs}, and its forward pass has to use an argument position_ids"
+
+
+@torch.no_grad()
+def _mixed_tokens(config: OwnConfig) -> str:
+    """Returns why slices of a sequence would compute something else than the whole; empty if they would not.
+
+    Only attention exchanges data between slices. In this trial, it mixes no tokens, so nothing else may do so.
+    """
+    if config.found.has_auxiliary_loss:
+        return "its own loss is computed from all tokens of a micro-batch"
+    ALL_ATTENTION_FUNCTIONS.register(ALONE_ATTENTION, _attend_alone)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = build_tiny_model(shrink_configuration(config, LAYERS), ALONE_ATTENTION).eval()
+            tokens, positions = packed_input(config)
+            whole = model(input_ids=tokens, position_ids=positions).logits
+            slices = zip(tokens.chunk(2, 1), positions.chunk(2, 1), strict=True)
+            parts = [model(input_ids=part, position_ids=places).logits for part, places in slices]
+        except COPY_ERRORS as error:
+            return f"its tiny copy fails for a slice ({type(error).__name__}: {error})"
+    if relative_deviation(torch.cat(parts, 1), whole) <= ALONE:
+        return ""
+    if not config.found.takes_positions:
+        return "its forward pass has no argument position_ids, or something other than attention mixes tokens"
+    return "something other than scaled_dot_product_attention with is_causal=True mixes tokens"
+
+
+def _attend_alone(call: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Has the arguments and the result of an attention function of `transformers`.
+
+    It depends on queries and keys, too, which may have positions.
+    """
+    key, value = (one.repeat_interleave(call.num_key_value_groups, 1) for one in (key, value))
+    output = value * (1 + query.mean(-1, keepdim=True) + 2 * key.mean(-1, keepdim=True))
+    return output.transpose(1, 2), None
 
 
 def _refused_stages(config: OwnConfig, facts: ModelFacts) -> str:

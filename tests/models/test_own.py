@@ -92,6 +92,7 @@ def test_the_initial_weights_are_those_of_the_constructor(example):
 def test_a_split_model_without_a_head_of_its_own_can_be_divided_in_every_way():
     known = facts(own("Decoder", tp_plan=SPLIT))
     assert known.trials.model_dump(exclude={"saved"}) == dict.fromkeys(("documents", "stages", "tensor"), "") | {
+        "sequence": "",
         "auxiliary_loss": False,
         "is_random": False,
         "chunks": "tests.helpers.own_models:Decoder has no linear layer whose result is the logits",
@@ -132,6 +133,10 @@ def test_arguments_and_names_that_do_not_exist_are_refused_with_the_nearest_ones
 @pytest.mark.parametrize(
     ("name", "field", "reason"),
     [
+        ("MixesDocuments", "sequence", "something other than scaled_dot_product_attention with is_causal=True mixes"),
+        ("OwnMask", "sequence", "something other than scaled_dot_product_attention with is_causal=True mixes"),
+        ("CountsPositions", "sequence", "something other than scaled_dot_product_attention with is_causal=True mixes"),
+        ("Auxiliary", "sequence", "its own loss is computed from all tokens of a micro-batch"),
         ("MixesDocuments", "documents", "its attention has to be scaled_dot_product_attention with is_causal=True"),
         ("OwnMask", "documents", "its attention has to be scaled_dot_product_attention with is_causal=True"),
         ("Skips", "stages", "parts deviate from the whole model's"),

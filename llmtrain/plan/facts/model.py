@@ -28,6 +28,8 @@ class OwnTrials(Part):
     """Why packed documents influence each other."""
     stages: str
     """Why it cannot be cut into the stages of a pipeline."""
+    sequence: str
+    """Why slices of a sequence would compute something else."""
     tensor: str
     """Why its matrices cannot be split among tensor parallel ranks."""
     chunks: str = ""

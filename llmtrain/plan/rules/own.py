@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.plan.axes import PIPELINE, TENSOR
+from llmtrain.plan.axes import PIPELINE, SEQUENCE, TENSOR
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
@@ -28,6 +28,16 @@ def stages(draft: Draft) -> Iterator[Fault]:
     if facts is not None and facts.trials is not None and facts.trials.stages:
         message = f"must be 1, not {draft.parallel.pipeline}: {facts.trials.stages}"
         yield Fault("parallel.pipeline", message, assignment(parallel__pipeline=1))
+
+
+@rule("own.sequence", "run", axis=SEQUENCE)
+def sequence(draft: Draft) -> Iterator[Fault]:
+    """Refuses slices of sequences for a user's own model in which something other than its attention mixes tokens, or
+    whose own loss is computed from all tokens of a micro-batch."""
+    facts = draft.facts
+    if facts is not None and facts.trials is not None and facts.trials.sequence:
+        message = f"must be 1, not {draft.parallel.sequence}: {facts.trials.sequence}"
+        yield Fault("parallel.sequence", message, assignment(parallel__sequence=1))
 
 
 @rule("own.tensor", "run", axis=TENSOR)

@@ -28,6 +28,7 @@ STEPS = 2
 FP32 = 1e-5
 """The bound of the project for fp32; see test_parity.py."""
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 2}
+SLICES = {"parallel.sequence": 2, "parallel.zero_stage": 1}
 TENSOR = {"parallel.tensor": 2, "parallel.zero_stage": 1}
 ROWS_FOR_COLUMNS = SPLIT | {"layers.*.attention.k": "rowwise"}
 CASES: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any]]] = {
@@ -38,6 +39,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any], int, dict[str, Any]]] = {
     "the last layer reads the first": ("own.stages", "Skips", {"config": {"depth": 4}}, 2, STAGES),
     "each layer reads the one before": ("", "Decoder", {"config": {"depth": 4}}, 2, STAGES),
     "two layers share a weight": ("", "TiedLayers", {"config": {"depth": 4}}, 2, STAGES),
+    "slices of a mean": ("own.sequence", "MixesDocuments", {}, 2, SLICES | {"data.packing": "none"}),
+    "slices of a loss": ("own.sequence", "Auxiliary", {}, 2, SLICES),
+    "slices": ("", "Decoder", {}, 2, SLICES),
     "no plan for its matrices": ("own.tensor", "Decoder", {}, 2, TENSOR),
     "rows for columns": ("own.tensor", "Decoder", {"tp_plan": ROWS_FOR_COLUMNS}, 2, TENSOR),
     "a plan for its matrices": ("", "Decoder", {"tp_plan": SPLIT}, 2, TENSOR),
@@ -77,7 +81,7 @@ def _facts(recipe: Recipe) -> ModelFacts:
 def _without_trials(recipe: Recipe) -> ModelFacts:
     facts = _facts(recipe)
     assert facts.trials is not None
-    nothing = facts.trials.model_copy(update={"documents": "", "stages": "", "tensor": ""})
+    nothing = facts.trials.model_copy(update={"documents": "", "stages": "", "sequence": "", "tensor": ""})
     return facts.model_copy(update={"trials": nothing})
 
 
