@@ -6,9 +6,9 @@ other way round. The loop decides when to evaluate and to save.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -75,9 +75,7 @@ class TrainingEngine:
         self.run_dir = run_dir
         self._run, self._stop, self._lock = run, stop, lock
         self._passes: OwnPasses | None = None
-        self._is_closed = False
-        # Before threads may start no more work, as trackers do at the end; functions of `atexit` are called later.
-        threading._register_atexit(self.close)  # type: ignore[attr-defined]
+        atexit.register(self.close)
         self._waited = 0.0
         """Seconds spent waiting for the batch of the current step."""
 
@@ -197,9 +195,7 @@ class TrainingEngine:
 
     def close(self) -> None:
         """Ends the run in this process; called at the end of the program if the loop does not call it."""
-        if self._is_closed:
-            return
-        self._is_closed = True
+        atexit.unregister(self.close)
         run = self._run
         loop.finish(run)
         if run.metrics:

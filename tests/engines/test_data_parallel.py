@@ -34,7 +34,8 @@ class InTurn(nn.Module):
         self.parts = parts
 
     def forward(self, *inputs):
-        found = [self.module(*part) for part in zip(*(one.chunk(self.parts) for one in inputs), strict=True)]
+        divided = ([None] * self.parts if one is None else one.chunk(self.parts) for one in inputs)
+        found = [self.module(*part) for part in zip(*divided, strict=True)]
         losses, auxiliaries = zip(*found, strict=True)
         return torch.cat(losses), None if auxiliaries[0] is None else torch.cat(auxiliaries)
 

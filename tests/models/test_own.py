@@ -71,6 +71,7 @@ def test_the_parts_of_the_examples_are_found(name, embedding, layers, head, auxi
     assert known.parameters == sum(parameter.numel() for parameter in module.parameters())
 
 
+@pytest.mark.slow
 def test_the_initial_weights_are_those_of_the_constructor(example):
     from nanogpt import GPT
 

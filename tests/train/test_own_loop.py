@@ -59,6 +59,7 @@ def _trained(folder: Path) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 def test_the_loop_of_the_guide_trains_saves_and_exports(folder):
     found, run = _trained(folder), folder / "runs/mine"
     assert metrics(run)[-1]["loss"] == pytest.approx(found[-1])

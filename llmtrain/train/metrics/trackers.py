@@ -7,9 +7,11 @@ import signal
 import sys
 import uuid
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from importlib.util import find_spec
+from queue import SimpleQueue
 from textwrap import indent
+from threading import Thread
 from typing import Any
 
 from llmtrain.errors import Problem, RecipeError
@@ -51,23 +53,43 @@ class Trackers:
     def __init__(self, run_dir: RunDir, recipe: Recipe, start_step: int) -> None:
         """Raises the errors of trackers that cannot start."""
         self._code_dir = recipe.code_dir
-        self._thread = ThreadPoolExecutor(1, "trackers", initializer=_leave_signals)
+        self._calls: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        # Not an executor: at the end of a program, those are closed before the run of a user's own loop is.
+        self._thread = Thread(target=self._work, name="trackers", daemon=True)
+        self._thread.start()
         self._trackers: dict[str, Any] = {}
-        self._thread.submit(self._begin, run_dir, recipe, start_step).result()
+        self._submit(lambda: self._begin(run_dir, recipe, start_step)).result()
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Sends the numbers among `values`, without waiting; None is left out."""
         numbers = {name: value for name, value in values.items() if value is not None}
-        self._thread.submit(self._log, numbers, step)
+        self._submit(lambda: self._log(numbers, step))
 
     def log_text(self, name: str, text: str, step: int) -> None:
         """Sends a text to the trackers that show texts, without waiting; MLflow's metrics are numbers."""
-        self._thread.submit(self._log_text, name, text, step)
+        self._submit(lambda: self._log_text(name, text, step))
 
     def close(self) -> None:
         """Sends the rest and ends the run in each tracker."""
-        self._thread.submit(self._each, "at its end", lambda _, tracker: tracker.finish())
-        self._thread.shutdown()
+        self._submit(lambda: self._each("at its end", lambda _, tracker: tracker.finish()))
+        self._calls.put(None)
+        self._thread.join()
+
+    def _submit(self, call: Callable[[], None]) -> Future[None]:
+        """Makes the thread call a function after those before it."""
+        called: Future[None] = Future()
+        self._calls.put((called, call))
+        return called
+
+    def _work(self) -> None:
+        # Signals belong to the main thread: two threads of a stopped rank would handle its dump and its end at once.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        while (item := self._calls.get()) is not None:
+            called, call = item
+            try:
+                called.set_result(call())
+            except BaseException as error:
+                called.set_exception(error)
 
     def _begin(self, run_dir: RunDir, recipe: Recipe, start_step: int) -> None:
         names = recipe.logging.trackers
@@ -100,11 +122,6 @@ class Trackers:
                 lost = f"tracker {name} failed {when}, and is disabled from now on: {error!r}"
                 where = source_line(error, self._code_dir)
                 print(f"{where}{lost}; metrics.jsonl has every line", file=sys.stderr, flush=True)
-
-
-def _leave_signals() -> None:
-    # Signals belong to the main thread: two threads of a stopped rank would handle its dump and its end at once.
-    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 class _OwnTracker:

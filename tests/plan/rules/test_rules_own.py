@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from llmtrain.models.build import build_model
@@ -85,6 +86,7 @@ def _without_trials(recipe: Recipe) -> ModelFacts:
     return facts.model_copy(update={"trials": nothing})
 
 
+@pytest.mark.slow
 def test_refused_plans_train_something_else_and_allowed_ones_do_not():
     for name, (rule, _, _, ranks, _) in CASES.items():
         recipe = _recipe(name)

@@ -21,6 +21,7 @@ def _recipe(corpus, name="Noise"):
     return small(corpus, callbacks=[one], code_dir=ROOT)
 
 
+@pytest.mark.slow
 def test_the_reference_changes_gradients_too(verify_corpus, tmp_path):
     job = job_of(_recipe(verify_corpus), NAMES)
     run_ranks(1, refer, job, tmp_path)
