@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmtrain.models.own_attention import intercept, route_of, routed
-from llmtrain.models.own_parts import FIELD, Origin, OwnOutput, Parts, as_output, build_module, find_parts, sizes_of
+from llmtrain.models.own_parts import (
+    FIELD,
+    Origin,
+    OwnOutput,
+    Parts,
+    as_output,
+    build_module,
+    find_parts,
+    sizes_of,
+    with_head,
+)
 from llmtrain.overrides.torch import persistent_buffers
 from llmtrain.plan.facts.model_facts import dropout_of
 from llmtrain.recipe import ModelConfig
@@ -127,12 +137,14 @@ class OwnModel(PreTrainedModel):  # type: ignore[misc]
         `attention_mask` [batch, 1, T, T], for the attention.
         """
         named = {"position_ids": position_ids} if "position_ids" in self._accepted and position_ids is not None else {}
-        table: Tensor = self.get_input_embeddings().weight  # type: ignore[assignment]
+        found = self.config.found
+        table: Any = self.get_submodule(found.embedding).weight
         like = table.new_empty(()).expand(*input_ids.shape, 1)
         mask = arguments.pop("attention_mask", None)
         route = route_of(self.config, like, mask, position_ids, self.training, arguments)
         with routed(route), self._keeping(logits_to_keep):
-            return as_output(self._user[0](input_ids, **named))
+            output = as_output(self._user[0](input_ids, **named))
+            return with_head(output, self.get_submodule(found.head)) if found.applies_head else output
 
     @contextmanager
     def _keeping(self, positions: int | Tensor) -> Iterator[None]:

@@ -103,6 +103,11 @@ def as_output(result: Any) -> OwnOutput:
     return OwnOutput(logits=result.logits, aux_loss=getattr(result, "aux_loss", None))
 
 
+def with_head(output: OwnOutput, head: nn.Module) -> OwnOutput:
+    """Returns the output of a module that has returned hidden states [batch, T, width], with logits."""
+    return OwnOutput(logits=head(output.logits), aux_loss=output.aux_loss)
+
+
 def build_module(origin: Origin, seed: int = 0) -> nn.Module:
     """Calls the user's function or class, with the generator of random numbers at a seed.
 
@@ -172,6 +177,8 @@ class Parts:
     """Name of the list of layers, each of which is given the result of the one before; empty if there is none."""
     head: str
     """Name of the module whose result is the logits; empty if there is none."""
+    applies_head: bool
+    """Whether the user's module returns hidden states, to which the head that is named is applied."""
     without_gradient: tuple[str, ...]
     """Parameters that the loss does not depend on."""
     has_auxiliary_loss: bool
@@ -239,13 +246,19 @@ def find_parts(origin: Origin) -> Parts:
     _check_logits(origin, output)
     named: dict[str, str] = json.loads(origin.parts)
     _check_names(origin, module)
+    applies_head = "head" in named and named["head"] not in {call.name for call in calls}
+    if applies_head:
+        output = with_head(output, module.get_submodule(named["head"]))
+    embedding = named.get("embedding") or _embedding(origin, calls)
+    _check_width(origin, output, module.get_submodule(embedding))
     found = {
-        "embedding": named.get("embedding") or _embedding(origin, calls),
+        "embedding": embedding,
         "layers": named.get("layers") or _layers(module, calls),
         "head": named.get("head") or _head(calls, output),
     }
     return Parts(
         **found,
+        applies_head=applies_head,
         without_gradient=_without_gradient(module, output),
         has_auxiliary_loss=output.aux_loss is not None,
         takes_positions="position_ids" in inspect.signature(module.forward).parameters,
@@ -274,6 +287,16 @@ def _check_logits(origin: Origin, output: OwnOutput) -> None:
         shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         message = f"{origin.build} returns logits of shape {shape} for tokens of shape {list(TINY_TOKENS)}"
         fix = "return the logits of every position, [batch, sequence, vocabulary], also without targets"
+        raise RecipeError(Problem("model.logits", FIELD, message, fix))
+
+
+def _check_width(origin: Origin, output: OwnOutput, table: Any) -> None:
+    """Raises RecipeError for a model that has no logit for some of the tokens of its embedding."""
+    assert output.logits is not None
+    width, rows = output.logits.shape[-1], table.num_embeddings
+    if width < rows:
+        message = f"{origin.build} returns {width} logits for a token, but its embedding has {rows} tokens"
+        fix = "if it returns hidden states, name the layer that computes the logits: --set model.parts.head=NAME"
         raise RecipeError(Problem("model.logits", FIELD, message, fix))
 
 

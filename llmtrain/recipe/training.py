@@ -73,7 +73,8 @@ class ModelConfig(Part):
     sizes with usual names, such as `n_embd`, are made small."""
     parts: dict[Literal["embedding", "layers", "head"], str] = Field(default_factory=dict)
     """With `build`, names of modules: the embedding of the tokens, the list of layers, and the layer that computes the
-    logits. Default: they are found by running a tiny copy."""
+    logits. Default: they are found by running a tiny copy. A head that the model has but does not call is applied to
+    what it returns, its hidden states."""
     tp_plan: dict[str, str] = Field(default_factory=dict)
     """With `build`, how tensor parallel ranks split the matrices, as in `transformers`: `{"layers.*.q": "colwise",
     "layers.*.o": "rowwise"}`. Columns of query, key and value have to be whole heads."""

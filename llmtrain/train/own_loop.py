@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from signal import Signals
 from types import TracebackType
 from typing import Any
 
@@ -204,7 +205,7 @@ class TrainingEngine:
             note_event(self.run_dir, "finished" if is_done else "stopped", run.state.step, why or "by the loop")
             run.metrics.close()
         if run.stop.stopped_by and self.rank == 0:
-            say(after_step(run.stop.stopped_by, run.state.step))
+            say(self._stopped_line(run.stop.stopped_by))
         run.engine.close()
         dist.destroy_process_group()
         if self._lock:
@@ -216,6 +217,13 @@ class TrainingEngine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if error is None:
             self.close()
+
+    def _stopped_line(self, signal: Signals) -> str:
+        """Returns the message for a run that a signal has stopped; a loop may end without a save."""
+        saved, step = self._run.saver.written, self._run.state.step
+        if saved is not None and step_of(saved.name) == step:
+            return after_step(signal, step)
+        return f"stopped on {signal.name} after step {step:,}, which is not saved; call engine.save() after the loop"
 
     def _finish(self, result: StepResult, batch: StepBatch) -> StepResult:
         """Counts and logs a step, and does what the callbacks ask for."""

@@ -51,13 +51,16 @@ class Decoder(nn.Module):
         return self.table(tokens)
 
     def forward(self, tokens, position_ids=None):
+        return functional.linear(self.hidden(tokens, position_ids), self.table.weight)
+
+    def hidden(self, tokens, position_ids):
         if position_ids is None:
             position_ids = torch.arange(tokens.shape[1], device=tokens.device)[None]
         angles = (position_ids[..., None] * self.frequencies).repeat(1, 1, 2)[:, None]
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, angles.cos().to(x.dtype), angles.sin().to(x.dtype))
-        return functional.linear(self.norm(x), self.table.weight)
+        return self.norm(x)
 
 
 SPLIT = {
@@ -66,6 +69,17 @@ SPLIT = {
     "layers.*.up": "colwise",
     "layers.*.down": "rowwise",
 }
+
+
+class ReturnsHidden(Decoder):
+    """Its head is applied by whoever calls it."""
+
+    def __init__(self, vocab_size, **sizes):
+        super().__init__(vocab_size, **sizes)
+        self.score = nn.Linear(self.table.embedding_dim, vocab_size, bias=False)
+
+    def forward(self, tokens, position_ids=None):
+        return self.hidden(tokens, position_ids)
 
 
 class ScalesLogits(nn.Module):

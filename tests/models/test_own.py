@@ -105,7 +105,8 @@ def test_a_split_model_without_a_head_of_its_own_can_be_divided_in_every_way():
     ("name", "message"),
     [
         ("LastLogits", "returns logits of shape [2, 1, 99] for tokens of shape [2, 16]"),
-        ("Raises", f"{ROOT}/tests/helpers/own_models.py, line 88: tests.helpers.own_models:Raises fails for tokens"),
+        ("Raises", f"{ROOT}/tests/helpers/own_models.py, line 102: tests.helpers.own_models:Raises fails for tokens"),
+        ("ReturnsHidden", "returns 32 logits for a token, but its embedding has 99 tokens"),
         ("NoEmbedding", "passes its tokens to no torch.nn.Embedding"),
         ("MixesRows", "the logits of a row depend on the other rows of the batch"),
         ("LooksAhead", "the logits of a position depend on later tokens"),
@@ -199,8 +200,19 @@ def test_an_export_is_loaded_with_its_code(example, tmp_path, monkeypatch):
     assert str(ROOT) not in (tmp_path / "own/config.json").read_text()
 
 
-def test_buffers_that_are_not_saved_and_tied_weights_are_there_after_loading(tmp_path):
-    recipe = own("Decoder")
+def test_a_head_that_the_model_does_not_call_is_applied():
+    recipe = own("ReturnsHidden", parts={"head": "score"})
+    assert facts(recipe).trials.chunks == facts(recipe).trials.documents == ""
+    model = build_model(recipe, torch.float32, CPU).eval()
+    user, tokens = model._user[0], torch.randint(0, 300, (2, 9))
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, user.score(user(tokens)))
+        assert torch.equal(model(tokens, logits_to_keep=2).logits, user.score(user(tokens)[:, -2:]))
+
+
+@pytest.mark.parametrize(("name", "parts"), [("Decoder", {}), ("ReturnsHidden", {"head": "score"})])
+def test_buffers_that_are_not_saved_and_tied_weights_are_there_after_loading(name, parts, tmp_path):
+    recipe = own(name, parts=parts)
     model = build_model(recipe, torch.float32, CPU)
     model.save_pretrained(tmp_path / "own", state_dict=dict(model.named_parameters()))
     write_own_code(model, OwnCode(), tmp_path / "own")  # a package, which is imported where it is

@@ -46,6 +46,7 @@ def write_own_code(model: OwnModel, code: OwnCode, folder: Path) -> None:
             "tied": repr(tied or None),
             "embedding": config.found.embedding,
             "head": config.found.head,
+            "applies_head": config.found.applies_head,
         }
     )
     (folder / f"{MODULE}.py").write_text(text.rstrip() + "\n", encoding="utf-8")

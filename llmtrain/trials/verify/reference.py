@@ -505,7 +505,23 @@ def _own_model(recipe: Recipe, device: torch.device) -> nn.Module:
     if recipe.vocab_size is not None and "vocab_size" in inspect.signature(build).parameters:
         fields.setdefault("vocab_size", recipe.vocab_size)
     module: nn.Module = build(**fields)
+    if "head" in model.parts:
+        _apply_uncalled(module, module.get_submodule(model.parts["head"]))
     return module.to(device, WEIGHTS.get(recipe.parallel.precision, torch.float32))
+
+
+def _apply_uncalled(module: nn.Module, head: nn.Module) -> None:
+    """Applies the head to the result of a module that does not call it, and so returns hidden states."""
+    calls: list[None] = []
+    head.register_forward_hook(lambda *_: calls.append(None))
+
+    def applied(_: nn.Module, given: Any, output: Any) -> Any:
+        hidden, auxiliary = _own_output(output)
+        result = None if calls else (head(hidden), auxiliary)
+        calls.clear()
+        return result
+
+    module.register_forward_hook(applied)
 
 
 def _own_output(output: Any) -> tuple[Tensor, Tensor | None]:

@@ -30,6 +30,10 @@ DECODER = {
     "model": {"build": "tests.helpers.own_models:Decoder", "config": {"depth": 4}, "tp_plan": SPLIT},
     "code_dir": str(ROOT),
 }
+HIDDEN = {
+    "model": {"build": "tests.helpers.own_models:ReturnsHidden", "config": {"depth": 4}, "parts": {"head": "score"}},
+    "code_dir": str(ROOT),
+}
 RECOMPUTED = {"parallel.activation_checkpointing": "full"}
 PLAIN = ["dp1-zero0-acc4", "dp2-zero1-acc2", "dp2-zero2-acc2", "dp2-zero3-acc2-offload", "dp2-ddp-acc2"]
 PIPELINES = ["dp1-pp2-zero1-acc4", "dp1-pp2-interleaved2-zero1-acc4", "dp1-pp2-zero_bubble2-zero1-acc4"]
@@ -68,6 +72,7 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
         pytest.param(
             ["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], NANOGPT | {"model.attention": "varlen"}, id="varlen", marks=SLOW
         ),
+        pytest.param(["dp1-pp2-zero1-acc4", "dp2-zero3-acc2"], HIDDEN, id="hidden", marks=SLOW),
         pytest.param(["dp1-pp2-zero1-acc4", "dp2-zero3-acc2"], RECURRENCE, id="recurrence", marks=SLOW),
         pytest.param(["dp2-zero2-acc2", "dp2-fsdp2-acc2"], EXPERTS, id="experts", marks=SLOW),
     ],
