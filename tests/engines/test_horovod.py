@@ -17,7 +17,8 @@ from llmtrain.recipe import Recipe
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.continued_texts import check_texts
 from tests.helpers.harness import run_ranks
-from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, trace_plan, worst
+from tests.helpers.own_passes import traces_of_both_loops
+from tests.helpers.traces import Trace, assert_same_bits, engine_of, plain_run, plan_of, trace, trace_plan, worst
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("horovod") is None,
@@ -51,6 +52,15 @@ def _reference(recipe: Recipe, micro_batch: int = 1) -> Trace:
 
 def _train(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
     return [trace_plan(plan_of(recipe, ranks), STEPS, rank) for recipe in recipes]
+
+
+def _passes(rank: int, recipe: Recipe) -> tuple[Trace, Trace]:
+    return traces_of_both_loops(plan_of(recipe, 2))
+
+
+def test_own_passes_compute_the_same_bits():
+    for ours, theirs in run_ranks(2, _passes, _recipe(2, 2)):
+        assert_same_bits(ours, theirs, "horovod")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

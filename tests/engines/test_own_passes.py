@@ -1,16 +1,13 @@
 """The passes of a loop of the user's own compute what a step of each engine computes."""
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
-from llmtrain.engines import StepResult
 from llmtrain.errors import RecipeError
 from tests.helpers.batches import MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
-from tests.helpers.traces import Trace, assert_same_bits, engine_of, plan_of, trace
+from tests.helpers.own_passes import STEPS, traces_of_both_loops
+from tests.helpers.traces import Trace, assert_same_bits, engine_of, plan_of
 
-STEPS = 2
 ACCELERATE = {"parallel.backend": "accelerate"}
 PLANS = {
     "zero0 clips by its own norm": {"parallel.zero_stage": 0},
@@ -27,33 +24,8 @@ PLANS = {
 }
 
 
-class OwnLoop:
-    """An engine whose steps are made by a loop of one's own."""
-
-    def __init__(self, engine):
-        self.engine = engine
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    def train_step(self, batch) -> StepResult:
-        with self.engine.own_passes(batch) as passes:
-            for micro_batch in passes:
-                logits = passes.model(micro_batch).logits.float()
-                passes.backward(cross_entropy(logits.flatten(0, 1), micro_batch.labels.flatten(), reduction="sum"))
-        return passes.result
-
-
 def _traces(rank: int, name: str) -> tuple[Trace, Trace]:
-    plan = plan_of(tiny_recipe(**PLANS[name]), 2)
-    batch, found = plan.batch, []
-    for loop in (lambda engine: engine, OwnLoop):
-        engine = engine_of(plan)
-        torch.manual_seed(0)
-        sizes = batch.micro_batch_size, batch.gradient_accumulation_steps
-        found.append(trace(loop(engine), range(STEPS), *sizes, engine.data_parallel_rank, plan.data_parallel_size))
-        engine.close()
-    return tuple(found)
+    return traces_of_both_loops(plan_of(tiny_recipe(**PLANS[name]), 2))
 
 
 def _cases() -> list:
