@@ -21,6 +21,7 @@ from llmtrain.plan.facts.own_model import KnownModel
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.predict.activations import layer_bytes
 from llmtrain.plan.rules import resolve
+from llmtrain.recipe.own_code import import_object
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.own_models import SPLIT
 
@@ -73,12 +74,11 @@ def test_the_parts_of_the_examples_are_found(name, embedding, layers, head, auxi
 
 @pytest.mark.slow
 def test_the_initial_weights_are_those_of_the_constructor(example):
-    from nanogpt import GPT
-
     recipe = example("nanogpt")
+    model = import_object(recipe.model.build, recipe.code_dir)
     with torch.random.fork_rng():
         torch.manual_seed(recipe.train.seed)
-        expected = GPT(**recipe.model.config, vocab_size=2048).state_dict()
+        expected = model(**recipe.model.config, vocab_size=2048).state_dict()
     built = build_model(recipe, torch.float32, CPU).state_dict()
     assert built.keys() == expected.keys()
     assert all(torch.equal(built[name], weight) for name, weight in expected.items())
