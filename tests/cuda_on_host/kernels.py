@@ -169,6 +169,7 @@ def _passes(plan: Any) -> None:
     recipe, precision = plan.recipe, plan.recipe.parallel.precision
     config = with_layers(model_configuration(recipe), 2)
     batch = global_batch(0, 1, TOKENS, config.vocab_size)[0]
+    _ = batch.documents  # read on the host before the pass, as the loader does
     with shapes():
         with torch.device("cuda"):
             attention = recipe.model.attention_kernel
