@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -26,15 +27,23 @@ LAUNCHERS = {
 }
 
 
-@pytest.fixture
-def folder(tmp_path) -> Path:
-    """A folder with the scripts of the page and a corpus."""
-    for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE):
-        (tmp_path / name).write_text(code)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory) -> Path:
+    """A folder with a corpus, where all scripts run, so that the data and the facts of the model are found once."""
+    folder = tmp_path_factory.mktemp("own_loop")
     words, draw = PAGE.split(), random.Random(0)
     lines = (" ".join(draw.choices(words, k=80)) for _ in range(300))
-    (tmp_path / "corpus.txt").write_text("\n".join(lines))
-    return tmp_path
+    (folder / "corpus.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def folder(shared) -> Path:
+    """The folder with the scripts of the page, without a run."""
+    shutil.rmtree(shared / "runs", ignore_errors=True)
+    for name, code in re.findall(r"`(\w+\.py)`:\n\n```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE):
+        (shared / name).write_text(code)
+    return shared
 
 
 def _start(folder: Path, launcher: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -60,16 +69,11 @@ def _trained(folder: Path) -> list[float]:
 
 
 @pytest.mark.slow
-def test_the_loop_of_the_guide_trains_saves_and_exports(folder):
+def test_the_loop_of_the_guide_trains_and_exports_and_llmtrain_train_continues_it(folder):
     found, run = _trained(folder), folder / "runs/mine"
     assert metrics(run)[-1]["loss"] == pytest.approx(found[-1])
     assert (run / "export/model.safetensors").exists()
     assert [event["event"] for event in events(run)] == ["started", "finished"]
-
-
-@pytest.mark.slow
-def test_llmtrain_train_continues_the_run_of_a_loop(folder):
-    _trained(folder)
     recipe, _, _ = (folder / "train_loop.py").read_text().partition("engine, data")
     more = "LONGER = recipe.with_(**{'train.max_steps': 8})\nrecipe = lambda: LONGER\n"
     (folder / "longer.py").write_text(f"{recipe}\n{more}")
@@ -83,7 +87,7 @@ def test_llmtrain_train_continues_the_run_of_a_loop(folder):
 def test_each_launcher_trains_the_same_run(folder, launcher):
     """As on one device; only the order of sums differs."""
     alone = _trained(folder)
-    (folder / "runs").rename(folder / "alone")
+    shutil.rmtree(folder / "runs")
     done = _start(folder, launcher, "train_loop.py")
     assert _losses(done.stdout) == pytest.approx(alone, rel=1e-6), done.stderr
 
