@@ -6,6 +6,7 @@ since importing them costs each process some seconds.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -29,11 +30,11 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
     processes = []
     with reserved_port() as port:
         for rank in range(world_size):
-            receiver, sender = FORK_SERVER.Pipe(duplex=False)
-            process = FORK_SERVER.Process(target=_rank_main, args=(rank, world_size, port, sender, function, arguments))
+            here, there = FORK_SERVER.Pipe()
+            process = FORK_SERVER.Process(target=_rank_main, args=(rank, world_size, port, there, function, arguments))
             process.start()
-            sender.close()
-            pipes.append(receiver)
+            there.close()
+            pipes.append(here)
             processes.append(process)
         try:
             return _collect(pipes, timeout)
@@ -89,7 +90,10 @@ def _rank_main(
     except BaseException:
         pipe.send((traceback.format_exc(), None))
     finally:
-        # Tearing gloo down while another rank still works only prints noise.
+        # A rank lives until all have answered and `run_ranks` kills them: its end would reset connections that another
+        # one may still be opening. If the test itself dies, the pipe ends.
+        with contextlib.suppress(EOFError, OSError):
+            pipe.recv()
         os._exit(0)
 
 
