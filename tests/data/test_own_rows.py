@@ -15,6 +15,7 @@ from llmtrain.data.sources import own_rows, own_rows_process
 from llmtrain.data.sources.corpus import ConversationCorpus, open_corpora
 from llmtrain.errors import DataError, Exit, RecipeError
 from llmtrain.recipe import Source
+from tests.helpers.forked_helpers import fork_helpers
 from tests.helpers.small_corpora import MakeRecipe
 
 MINE = """
@@ -114,7 +115,14 @@ def dies(row):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(own_folder, monkeypatch):
+    """The folder; functions run in forks of this process."""
+    fork_helpers(monkeypatch)
+    return own_folder
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
     """A folder with a module and rows, and an empty cache."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -259,8 +267,8 @@ def test_the_identity_follows_the_code_not_its_place(folder):
     assert opened(folder, map="mine:clean").identity != before
 
 
-def test_a_set_of_texts_has_one_order_in_all_processes(folder):
-    assert texts(folder, map="mine:of_set") == texts(folder, map="mine:of_set")
+def test_a_set_of_texts_has_one_order_in_all_processes(own_folder):
+    assert texts(own_folder, map="mine:of_set") == texts(own_folder, map="mine:of_set")
 
 
 def test_this_process_imports_nothing_of_the_users(folder):

@@ -1,7 +1,9 @@
 """Any module from tokens to logits can be trained; what would train something else is refused, with the user's line."""
 
+import json
 import os
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,8 +40,12 @@ def own(name: str, **fields):
 
 def facts(recipe):
     """Returns what the helper process finds."""
-    model = recipe.model.model_dump(mode="json")
-    request = {"model": model, "vocab_size": recipe.vocab_size, "folder": recipe.code_dir}
+    return _facts(recipe.model.model_dump_json(), recipe.vocab_size, recipe.code_dir)
+
+
+@cache
+def _facts(model, vocab_size, folder):
+    request = {"model": json.loads(model), "vocab_size": vocab_size, "folder": folder}
     return KnownModel.model_validate_json(answer(request)["known"]).facts
 
 
@@ -173,8 +179,9 @@ def test_what_a_layer_saves_is_predicted_from_short_traces(example):
 def test_rules_read_the_trials(example, monkeypatch, tmp_path):
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr(own_code, "run_helper", lambda module, request, what: own_code.answer(request))
-    monkeypatch.setattr(own_model, "run_helper", lambda module, request, what: answer(request))
     recipe = example("experts").with_(**{"data.packing": "best_fit", "data.mask_documents": True})
+    known = KnownModel(code=OwnCode(), facts=facts(recipe)).model_dump_json()
+    monkeypatch.setattr(own_model, "run_helper", lambda module, request, what: {"known": known})
     cluster = Cluster(nodes=1, devices_per_node=2, device="cpu")
     with pytest.raises(RecipeError) as error:
         resolve(recipe.with_(**{"parallel.pipeline": 2, "parallel.zero_stage": 1}), cluster)

@@ -16,6 +16,7 @@ from llmtrain.plan.load.python_file import reported_errors
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.own_code import import_object, import_path
 from llmtrain.run_dir import forbidden_changes, identity_of
+from tests.helpers.forked_helpers import fork_helpers
 
 RECIPE = """
 from dataclasses import dataclass
@@ -58,7 +59,14 @@ NUMBER = 7
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(own_folder, monkeypatch):
+    """The folder; helper processes are forks of this one."""
+    fork_helpers(monkeypatch)
+    return own_folder
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
     """A folder with a recipe and modules of its own, and an empty cache."""
     monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -92,14 +100,14 @@ def test_functions_and_their_paths_are_the_same_recipe(folder):
     assert import_object("run:unchanging", str(folder))(3, by_path) == 1
 
 
-def test_the_plan_identifies_every_imported_file_of_the_folder(folder):
-    recipe = loaded(folder, "'schedules:halves'").with_(**{"optim.warmup_steps": 100})
+def test_the_plan_identifies_every_imported_file_of_the_folder(own_folder):
+    recipe = loaded(own_folder, "'schedules:halves'").with_(**{"optim.warmup_steps": 100})
     code = resolve(recipe, Cluster(nodes=1, devices_per_node=1, device="cpu")).code
     assert set(code.files) == {"schedules.py", "numbers_of_mine.py"}
     assert "schedules" not in sys.modules, "this process must not import what the workers do"
-    assert changed_files(code, str(folder)) == []
-    (folder / "numbers_of_mine.py").write_text("HALF = 0.25\n")
-    assert changed_files(code, str(folder)) == ["numbers_of_mine.py"]
+    assert changed_files(code, str(own_folder)) == []
+    (own_folder / "numbers_of_mine.py").write_text("HALF = 0.25\n")
+    assert changed_files(code, str(own_folder)) == ["numbers_of_mine.py"]
     assert examined(recipe).files["numbers_of_mine.py"] != code.files["numbers_of_mine.py"]
 
 

@@ -176,29 +176,31 @@ def check_schedule(recipe: Recipe) -> None:
 
 def identified(roots: set[str], folder: str | None) -> OwnCode:
     """Returns the files and versions of the loaded modules that are in a folder or in packages of these names."""
-    files, packages = {}, {}
-    distributions = packages_distributions()
-    for name, file in _loaded_files():
-        root = name.partition(".")[0]
-        is_installed = "site-packages" in file.parts or "dist-packages" in file.parts
-        is_own = folder is not None and file.is_relative_to(folder) and not is_installed
-        if root == "llmtrain" or root in sys.stdlib_module_names or not (is_own or root in roots):
+    files, installed = {}, set()
+    for root, name in _loaded_files():
+        is_installed = "/site-packages/" in name or "/dist-packages/" in name
+        if root == "llmtrain" or root in sys.stdlib_module_names or (is_installed and root not in roots):
             continue
         if is_installed:
-            for package in distributions.get(root, ()):
-                packages[package] = _version(package) or ""
-        else:
-            key = str(file.relative_to(str(folder))) if is_own else str(file)
-            files[key] = _digest(file) or ""
+            installed.add(root)
+            continue
+        file = Path(name).resolve()
+        is_own = folder is not None and file.is_relative_to(folder)
+        if is_own or root in roots:
+            files[str(file.relative_to(str(folder))) if is_own else str(file)] = _digest(file) or ""
+    # Reads the lists of files of all installed packages, which takes a second.
+    distributions = packages_distributions() if installed else {}
+    packages = {package: _version(package) or "" for root in installed for package in distributions.get(root, ())}
     return OwnCode(files=dict(sorted(files.items())), packages=dict(sorted(packages.items())))
 
 
-def _loaded_files() -> Iterator[tuple[str, Path]]:
+def _loaded_files() -> Iterator[tuple[str, str]]:
+    """Yields the first part of the name, and the file, of each imported module."""
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         # torch.classes has the name of a file that does not exist.
         if isinstance(file, str) and name != "__main__" and Path(file).is_absolute():
-            yield name, Path(file).resolve()
+            yield name.partition(".")[0], file
 
 
 def _digest(file: Path) -> str | None:

@@ -72,7 +72,7 @@ def recipe_of(objective, corpus, pairs, **fields):
         pytest.param(DOCUMENTS, ["dp2-zero2-acc2", *SHARED[:1]], {}, id="documents", marks=SLOW),
         pytest.param(REWARD, ["dp2-fsdp2-acc2", *SHARED[1:]], {}, id="reward", marks=SLOW),
         pytest.param(WEIGHTED, [*SLICES, *SHARED[:1]], {}, id="weighted-shared", marks=SLOW),
-        pytest.param(SCORES, FLAT[1:2], {}, id="scores", marks=SLOW),
+        pytest.param(SCORES, FLAT[1:2], {}, id="scores", marks=BREADTH),
         pytest.param(HIDDEN, ["dp2-zero3-acc2", *SHARED[:1]], {}, id="hidden", marks=SLOW),
         pytest.param(HIDDEN, [*FLAT, *SLICES, *SHARED[:1]], {}, id="hidden-all", marks=BREADTH),
         pytest.param(HIDDEN_DOCUMENTS, [*FLAT, *SHARED[:1]], {}, id="hidden-documents", marks=BREADTH),

@@ -45,7 +45,7 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
     ("names", "fields"),
     [
         pytest.param(["dp1-pp2-zero1-acc4"], NANOGPT, id="nanogpt"),
-        pytest.param(["dp2-zero3-acc2", "dp1-sp2-zero1-acc4"], NANOGPT, id="nanogpt-more", marks=SLOW),
+        pytest.param(["dp1-sp2-zero1-acc4"], NANOGPT, id="nanogpt-more", marks=SLOW),
         pytest.param([*PLAIN, "dp2-fsdp2-acc2", *PIPELINES[1:], *SLICES], NANOGPT, id="nanogpt-all", marks=BREADTH),
         pytest.param(
             ["dp1-tp2-zero1-acc4", "dp1-pp2-tp2-zero1-acc4", "dp1-pp2-sp2-zero1-acc4"],
@@ -60,7 +60,7 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
             marks=BREADTH,
         ),
         pytest.param(
-            ["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], DECODER | {"parallel.precision": "bf16"}, id="bf16", marks=SLOW
+            ["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], DECODER | {"parallel.precision": "bf16"}, id="bf16", marks=BREADTH
         ),
         pytest.param(
             ["dp2-zero3-acc2", "dp1-pp2-zero1-acc4", "dp2-ddp-acc2"],
@@ -68,9 +68,12 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
             id="chunked",
             marks=SLOW,
         ),
-        pytest.param(["dp2-zero2-acc2"], DECODER | {"kernels.blocks": "compiled"}, id="compiled", marks=SLOW),
+        pytest.param(["dp2-zero2-acc2"], DECODER | {"kernels.blocks": "compiled"}, id="compiled", marks=BREADTH),
         pytest.param(
-            ["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"], NANOGPT | {"model.attention": "varlen"}, id="varlen", marks=SLOW
+            ["dp2-zero2-acc2", "dp1-pp2-zero1-acc4"],
+            NANOGPT | {"model.attention": "varlen"},
+            id="varlen",
+            marks=BREADTH,
         ),
         pytest.param(["dp1-pp2-zero1-acc4", "dp2-zero3-acc2"], HIDDEN, id="hidden", marks=SLOW),
         pytest.param(["dp1-pp2-zero1-acc4", "dp2-zero3-acc2"], RECURRENCE, id="recurrence", marks=SLOW),
