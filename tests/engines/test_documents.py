@@ -25,12 +25,8 @@ LENGTHS = ((7, 1, 12, 4), (24,), (13, 11))
 """Of the documents in each row."""
 FAMILIES = {
     "llama": ("llama", {}),
-    "llama, a key head for each": ("llama", {"num_key_value_heads": 4}),
-    "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {"sliding_window": 5}),
     "gpt2": ("gpt2", {}),
-    "phi3": ("phi3", {}),
-    "opt": ("opt", {}),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 1, "num_experts_per_tok": 1}),  # else rows are grouped otherwise
     "bloom": ("bloom", {}),
 }
@@ -39,7 +35,6 @@ FAMILIES = {
 ATTENTIONS = ("eager", "sdpa", "varlen", "flash_attention_2", "flex_attention")
 LACKING = {
     "gpt2": ("flex_attention",),
-    "opt": ("flex_attention",),
     "gpt_oss": ("sdpa", "varlen", "flash_attention_2", "flex_attention"),
     "bloom": ("sdpa", "varlen", "flash_attention_2", "flex_attention"),
 }

@@ -81,7 +81,7 @@ AGAIN = {
     "selective, every second": {"parallel.activation_checkpointing": "selective", "parallel.checkpoint_every": 2},
     "full, every second": {"parallel.activation_checkpointing": "full", "parallel.checkpoint_every": 2},
 }
-FEW = ("LoRA, ZeRO-3", "FSDP2", "stages", "tensor", "sequence")
+FEW = ("LoRA, ZeRO-3", "FSDP2", "stages")
 """Those that run with every test."""
 
 

@@ -40,7 +40,7 @@ class _Fork:
                 for number, stream in ((0, requests), (1, answers), (2, errors and errors.fileno())):
                     if stream is not None:
                         os.dup2(stream, number)
-                sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+                sys.stdin, sys.stdout, sys.stderr = os.fdopen(0), os.fdopen(1, "w"), os.fdopen(2, "w")
                 sys.argv = [*sys.argv[:1], helper_process._IS_HELPER]
                 function, module = command
                 getattr(helper_process, function)(module)

@@ -84,7 +84,7 @@ TRAINED = [name for name in NAMES if "refused" not in about_template(name)]
 def test_exactly_the_text_of_the_assistant_is_trained_on(name: str, tmp_path: Path) -> None:
     one, rng = case(name, tmp_path), random.Random(name)
     lead, end = one.about.get("lead", ""), one.about["end"]
-    chats = conversations(rng, one.about, BETWEEN[:-2], 12)
+    chats = conversations(rng, one.about, BETWEEN[:-2], 6)
     for chat, found in zip(chats, encoded(one, chats), strict=True):
         assert isinstance(found, Encoded), str(found)
         assert one.trained(found) == [f"{lead}{turn['content']}{end}" for turn in chat if turn["role"] == "assistant"]
@@ -93,7 +93,7 @@ def test_exactly_the_text_of_the_assistant_is_trained_on(name: str, tmp_path: Pa
 @pytest.mark.parametrize("name", TRAINED)
 def test_no_text_of_another_role_is_trained_on(name: str, tmp_path: Path) -> None:
     one, rng = case(name, tmp_path), random.Random(name)
-    chats = conversations(rng, one.about, ODD, 24)
+    chats = conversations(rng, one.about, ODD, 12)
     together = encoded(one, chats)
     accepted = 0
     for number, (chat, found) in enumerate(zip(chats, together, strict=True)):
@@ -107,4 +107,4 @@ def test_no_text_of_another_role_is_trained_on(name: str, tmp_path: Path) -> Non
         if "turns" not in one.about:
             theirs = [turn["content"].split("</think>")[-1] for turn in chat if turn["role"] == "assistant"]
             assert set(WORD.findall(" ".join(theirs))) <= set(words)
-    assert accepted > 4
+    assert accepted > 2

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import forked_llmtrain
+
 REPOSITORY = Path(__file__).parents[3]
 
 
@@ -43,11 +45,11 @@ def test_this_machine_is_reported_as_json():
     ],
 )
 def test_an_invalid_command_line_is_refused_at_once(arguments, said):
-    result = _doctor(*arguments)
+    result = forked_llmtrain("doctor", *arguments)
     assert result.returncode == 2
     assert said in result.stderr
     assert result.stdout == ""
-    as_json = _doctor(*arguments, "--json")
+    as_json = forked_llmtrain("doctor", *arguments, "--json")
     assert (as_json.returncode, as_json.stderr) == (2, "")
     assert json.loads(as_json.stdout)["problems"][0]["rule"]
 

@@ -50,7 +50,7 @@ def drawn(draw: random.Random) -> dict[str, object]:
     return {field: draw.choice(values) for field, values in choices.items()}
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(150, marks=pytest.mark.breadth)])
+@pytest.mark.parametrize("count", [25, pytest.param(150, marks=pytest.mark.breadth)])
 def test_each_suggestion_is_a_plan_of_the_same_run(tiny, count):
     draw, helped, tried = random.Random(5), 0, 0
     for _ in range(count):
@@ -122,7 +122,7 @@ def test_a_large_cluster_takes_no_long_time(tiny):
     nearest_plans(recipe, Cluster(nodes=10**6, devices_per_node=7, device="h100"))
 
 
-@pytest.mark.parametrize("count", [50, pytest.param(160, marks=pytest.mark.breadth)])
+@pytest.mark.parametrize("count", [25, pytest.param(160, marks=pytest.mark.breadth)])
 def test_plans_close_to_legal_ones_have_suggestions(count):
     """Over every field that the rules speak of, backends and models among them."""
     tried = helped = 0

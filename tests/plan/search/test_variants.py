@@ -19,7 +19,11 @@ from tests.helpers.legal_plans import legal_plans
 QWEN = load_recipe("recipes/qwen3_30b_a3b.py", [])[0].with_(**{"batch.micro_batch_size": 1})
 DENSE = load_recipe("recipes/tiny.py:verify", [])[0].with_(**{"batch.micro_batch_size": 1})
 GPT2 = load_recipe("recipes/gpt2_124m.py", [])[0].with_(**{"batch.micro_batch_size": 1})
-CLUSTERS = [(QWEN, 8), (QWEN, 6), (DENSE, 8), (GPT2, 4)]
+CLUSTERS = [
+    (QWEN, 6),
+    (GPT2, 4),
+    *(pytest.param(recipe, 8, marks=pytest.mark.breadth) for recipe in (QWEN, DENSE)),
+]
 
 
 def splits_by_brute_force(recipe, devices: int):
