@@ -81,13 +81,8 @@ def test_every_launcher_is_documented():
     ]
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(line, marks=pytest.mark.slow if line.startswith("deepspeed") else pytest.mark.breadth)
-        for line in OTHERS
-    ],
-)
+@pytest.mark.breadth
+@pytest.mark.parametrize("line", OTHERS)
 def test_every_launcher_trains_the_same_losses(line, small_recipe, two_workers, tmp_path):
     run_dir, _ = _launch(line, small_recipe, tmp_path / "run")
     assert losses(run_dir) == losses(two_workers[0])

@@ -116,7 +116,7 @@ def test_clean_plans_are_certified(objective, names, fields, corpus, pairs, tmp_
     ("objective", "bugs"),
     [
         pytest.param(CLASSES, ("counts_of_a_rank", "targets_instead_of_items"), id="classes", marks=SLOW),
-        pytest.param(DOCUMENTS, ("rows_instead_of_documents", "targets_instead_of_items"), id="rows", marks=SLOW),
+        pytest.param(DOCUMENTS, ("rows_instead_of_documents", "targets_instead_of_items"), id="rows", marks=BREADTH),
         pytest.param(REWARD, ("pairs_swapped", "mean_of_micro_batches"), id="pairs", marks=BREADTH),
         pytest.param(WEIGHTED, OF_NUMBERS, id="numbers", marks=SLOW),
         pytest.param(SCORES, OF_NUMBERS, id="numbers-of-documents", marks=BREADTH),
@@ -126,7 +126,7 @@ def test_every_planted_bug_is_detected(objective, bugs, corpus, pairs, tmp_path)
     _detected(recipe_of(objective, corpus, pairs), "dp2-zero2-acc2", "planted_own_loss", bugs, tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_numbers_of_other_slices_are_detected(corpus, pairs, tmp_path):
     bugs = ("numbers_of_the_first_slice",)
     _detected(recipe_of(WEIGHTED, corpus, pairs), *SLICES, "planted_own_loss", bugs, tmp_path)
@@ -137,7 +137,7 @@ def test_numbers_of_other_slices_are_detected(corpus, pairs, tmp_path):
     [
         pytest.param(REWARD, "dp1-pp2-zero1-acc4", OF_HEAD, id="stages", marks=SLOW),
         pytest.param(CLASSES, "dp1-tp2-zero1-acc4", OF_HEAD, id="slices", marks=BREADTH),
-        pytest.param(HIDDEN, "dp2-zero3-acc2", ("weight_without_gradient",), id="hidden", marks=SLOW),
+        pytest.param(HIDDEN, "dp2-zero3-acc2", ("weight_without_gradient",), id="hidden", marks=BREADTH),
     ],
 )
 def test_every_bug_at_the_head_is_detected(objective, plan, bugs, corpus, pairs, tmp_path):

@@ -66,7 +66,7 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
             ["dp2-zero3-acc2", "dp1-pp2-zero1-acc4", "dp2-ddp-acc2"],
             NANOGPT | {"kernels.loss": "chunked"},
             id="chunked",
-            marks=SLOW,
+            marks=BREADTH,
         ),
         pytest.param(["dp2-zero2-acc2"], DECODER | {"kernels.blocks": "compiled"}, id="compiled", marks=BREADTH),
         pytest.param(
