@@ -44,7 +44,6 @@ NEWEST_GPU = {"flash_attention_3": (10, 0)}
 """Compute capability from which on there is no machine code (`hopper/setup.py` in flash-attn's source)."""
 _UNSUPPORTED = {
     "softcap": "caps its scores",
-    "s_aux": "has attention sinks",
     "position_bias": "adds a bias to its scores",
     "cache": "reads a cache",
 }
@@ -85,13 +84,15 @@ def varlen_attention(
     sliding_window: int | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | Tensor | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """An attention function for `transformers`: causal within each document.
 
     query, key, value: [batch, heads, T, head_dim], where key and value may have fewer heads; cu_seq_lens_q,
-    max_length_q: see `Documents.arguments`; in a compiled layer, see `varying_documents`. Returns [batch, T, heads,
-    head_dim]. Raises ValueError for unsupported kinds of attention.
+    max_length_q: see `Documents.arguments`; in a compiled layer, see `varying_documents`; s_aux: the sinks [heads], for
+    each head the score of attending to nothing. Returns [batch, T, heads, head_dim]. Raises ValueError for unsupported
+    kinds of attention.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     _require_supported(query, key, attention_mask, dropout, causal, others)
@@ -100,13 +101,14 @@ def varlen_attention(
     rows, _, length, width = query.shape
     states = (_flatten_batch(query), _flatten_batch(key), _flatten_batch(value))
     scale = 1 / math.sqrt(width) if scaling is None else scaling
+    sinks = None if s_aux is None else s_aux.to(torch.promote_types(states[0].dtype, torch.float32))
     if query.is_cuda:
-        output = _attend_by_kernel(*states, cu_seq_lens_q, max_length_q, scale, sliding_window)
+        output = _attend_by_kernel(*states, cu_seq_lens_q, max_length_q, scale, sliding_window, sinks)
     elif isinstance(max_length_q, Tensor) or cpu.has_kernel_for(states[0]):
         longest = max_length_q if isinstance(max_length_q, Tensor) else torch.tensor([max_length_q])
-        output, _ = varlen_operator(*states, cu_seq_lens_q, longest, scale, sliding_window)
+        output, _ = varlen_operator(*states, cu_seq_lens_q, longest, scale, sliding_window, sinks)
     else:
-        output = _attend_per_document(*states, cu_seq_lens_q, scale, sliding_window)
+        output = _attend_per_document(*states, cu_seq_lens_q, scale, sliding_window, sinks)
     return output.view(rows, length, *output.shape[1:]), None
 
 
@@ -157,19 +159,31 @@ def varying_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attend_by_kernel(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int | Tensor, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int | Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Runs torch's kernel, which requires equal head sizes that are multiples of 8.
 
-    Padding with zeros changes neither scores nor sums.
+    Padding with zeros changes neither scores nor sums. With sinks, only the operator has the whole gradient.
     """
     if query.dtype not in KERNEL_TYPES:
         raise ValueError(f"the kernel computes in bf16 or fp16, not in {query.dtype}")
     width, kept = query.shape[-1], value.shape[-1]
     padded = -(-max(width, kept) // KERNEL_STEP) * KERNEL_STEP
     query, key, value = (functional.pad(states, (0, padded - states.shape[-1])) for states in (query, key, value))
-    run: Callable[..., tuple[Tensor, Tensor]] = varlen_operator if isinstance(longest, Tensor) else _kernel
-    output, _ = run(query, key, value, bounds, longest, scale, window)
+    output: Tensor
+    if sinks is not None and isinstance(longest, int):
+        longest = torch.tensor([longest])
+    if isinstance(longest, Tensor):
+        output, _ = varlen_operator(query, key, value, bounds, longest, scale, window, sinks)
+    else:
+        output, _ = _kernel(query, key, value, bounds, longest, scale, window)
     return output[..., :kept]
 
 
@@ -199,25 +213,61 @@ def _window_size(window: int | None, longest: int) -> tuple[int, int]:
     return (-1 if window is None or window >= longest else window - 1), 0
 
 
+def _with_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns attention [tokens, heads, head_dim] and its log-sum-exp [heads, tokens] with the sinks [heads] added.
+
+    A sink is another key, whose value is zero: it only makes the weights of the others smaller.
+    """
+    if sinks is None:
+        return output, log_sums
+    whole = torch.logaddexp(log_sums, sinks[:, None])
+    return (output * (log_sums - whole).exp().T[..., None]).to(output.dtype), whole
+
+
+def _sink_gradients(gradient: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the gradients of the sinks [heads]. output, log_sums: with the sinks.
+
+    The gradient of the score of a key is its weight · (gradient · (its value - output)), and the value of a sink is 0.
+    """
+    weights = torch.exp(sinks[:, None] - log_sums)
+    gradients: Tensor = (weights * (gradient * output).sum(-1, dtype=sinks.dtype).T).sum(1)
+    return -gradients
+
+
 @torch.library.custom_op("llmtrain::varlen", mutates_args=())
 def varlen_operator(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: Tensor, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """A custom operator of attention, which the compiler does not trace. Returns what its backward pass needs.
 
-    query, key, value: [tokens, heads, head_dim]; longest: see `varying_documents`. Returns [tokens, heads, head_dim]
-    and the kernel's log-sum-exp [heads, tokens], which is empty where documents are computed one at a time.
+    query, key, value: [tokens, heads, head_dim]; longest: see `varying_documents`; sinks: [heads]. Returns
+    [tokens, heads, head_dim] and the kernel's log-sum-exp [heads, tokens], sinks included, which is empty where
+    documents are computed one at a time.
     """
     if query.is_cuda:
-        return _kernel(query, key, value, bounds, int(longest), scale, window)
+        return _with_sinks(*_kernel(query, key, value, bounds, int(longest), scale, window), sinks)
     if not cpu.has_kernel_for(query):
-        return _attend_per_document(query, key, value, bounds, scale, window), query.new_empty(0)
-    return cpu.attention(query, key, value, bounds, scale, window)
+        return _attend_per_document(query, key, value, bounds, scale, window, sinks), query.new_empty(0)
+    return _with_sinks(*cpu.attention(query, key, value, bounds, scale, window), sinks)
 
 
 @varlen_operator.register_fake
 def _(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: Tensor, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     tokens, heads, _ = query.shape
     if query.is_cuda:
@@ -238,63 +288,81 @@ def _varlen_backward_operator(
     log_sums: Tensor,
     scale: float,
     window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of queries, keys and values.
+    sinks: Tensor | None,
+) -> list[Tensor]:
+    """Returns the gradients of queries, keys, values, and sinks if there are any.
 
+    The kernels compute the weights of the keys again from the log-sum-exp, so with the sinks in it they are right.
     Where documents are computed one at a time, attention is computed again, and differentiated.
     """
+    gradients: tuple[Tensor, ...]
     if query.is_cuda:
         reach = _window_size(window, int(longest))
-        return varlen_backward(gradient, (query, key, value), output, log_sums, bounds, int(longest), scale, reach)
-    if cpu.has_kernel_for(query):
-        return cpu.attention_gradients(gradient, query, key, value, bounds, output, log_sums, scale, window)
+        states = (query, key, value)
+        gradients = varlen_backward(gradient, states, output, log_sums, bounds, int(longest), scale, reach)
+    elif cpu.has_kernel_for(query):
+        gradients = cpu.attention_gradients(gradient, query, key, value, bounds, output, log_sums, scale, window)
+    else:
 
-    def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return _attend_per_document(queries, keys, values, bounds, scale, window)
+        def attend(queries: Tensor, keys: Tensor, values: Tensor, *of_heads: Tensor) -> Tensor:
+            return _attend_per_document(queries, keys, values, bounds, scale, window, next(iter(of_heads), None))
 
-    differentiate = torch.func.vjp(attend, query, key, value)[1]
-    query_gradient, key_gradient, value_gradient = (
-        state_gradient.contiguous() for state_gradient in differentiate(gradient)
-    )
-    return query_gradient, key_gradient, value_gradient
+        inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
+        return [each.contiguous() for each in torch.func.vjp(attend, *inputs)[1](gradient)]
+    return [*gradients, *([] if sinks is None else [_sink_gradients(gradient, output, log_sums, sinks)])]
 
 
 @_varlen_backward_operator.register_fake
-def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if query.is_cuda:
-        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, *others: Any) -> list[Tensor]:
+    states = (query, key, value)
+    gradients = [torch.empty_like(one) if query.is_cuda else one.new_empty(one.shape) for one in states]
+    sinks = others[-1]
+    return [*gradients, *([] if sinks is None else [torch.empty_like(sinks)])]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.scale, ctx.window = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.scale, ctx.window, sinks = inputs
+    ctx.save_for_backward(*tensors, *output, sinks)
 
 
 def _varlen_gradients(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    gradients = _varlen_backward_operator(gradient, *ctx.saved_tensors, ctx.scale, ctx.window)
-    return *gradients, None, None, None, None
+    *saved, sinks = ctx.saved_tensors
+    *gradients, last = _varlen_backward_operator(gradient, *saved, ctx.scale, ctx.window, sinks)
+    of_states, of_sinks = ([*gradients, last], None) if sinks is None else (gradients, last)
+    return *of_states, None, None, None, None, of_sinks
 
 
 varlen_operator.register_autograd(_varlen_gradients, setup_context=_save_for_backward)
 
 
 def _attend_per_document(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes attention one document at a time, where no kernel is available.
 
-    It uses `torch.split` because the gradient of each slice would be as long as all tokens.
+    It uses `torch.split` because the gradient of each slice would be as long as all tokens. Sinks are the scores of a
+    key of zeros in front, whose value is zero.
     """
     lengths = bounds.diff().tolist()
     outputs = []
     for parts in zip(*(torch.split(states, lengths) for states in (query, key, value)), strict=True):
         document_query, document_key, document_value = (part.transpose(0, 1)[None] for part in parts)
-        band = (
-            _band(document_query.shape[2], window, document_query.device)
-            if window is not None and window < document_query.shape[2]
-            else None
-        )
+        length = document_query.shape[2]
+        band = None
+        if sinks is not None or (window is not None and window < length):
+            band = _band(length, window or length, document_query.device)
+        if sinks is not None:
+            assert band is not None
+            scores = document_query.new_zeros(length, length).masked_fill(~band, -math.inf)
+            of_sinks = sinks.to(scores.dtype)[:, None, None].expand(-1, length, 1)
+            band = torch.cat([of_sinks, scores.expand(len(sinks), -1, -1)], dim=-1)[None]
+            document_key, document_value = (functional.pad(one, (0, 0, 1, 0)) for one in (document_key, document_value))
         attended = functional.scaled_dot_product_attention(
             document_query,
             document_key,

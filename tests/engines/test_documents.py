@@ -35,7 +35,7 @@ FAMILIES = {
 ATTENTIONS = ("eager", "sdpa", "varlen", "flash_attention_2", "flex_attention")
 LACKING = {
     "gpt2": ("flex_attention",),
-    "gpt_oss": ("sdpa", "varlen", "flash_attention_2", "flex_attention"),
+    "gpt_oss": ("sdpa", "flash_attention_2", "flex_attention"),
     "bloom": ("sdpa", "varlen", "flash_attention_2", "flex_attention"),
 }
 """What families have not, or not on a CPU."""

@@ -40,17 +40,20 @@ def _states(heads: int, keys: int, width: int, dtype: torch.dtype) -> list[Tenso
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-def _attention(states: list[Tensor], window: int | None) -> list[Tensor]:
-    """The output of the kernel, and the gradients of query, key and value."""
+def _attention(states: list[Tensor], window: int | None, sinks: Tensor | None = None) -> list[Tensor]:
+    """The output of the kernel, and the gradients of query, key, value, and sinks if there are any."""
     query, key, value, direction = (one.to(GPU) for one in states)
     trained = [one.requires_grad_() for one in (query, key, value)]
-    bounds = Documents.of(PLACES[None]).arguments(GPU)
-    output, _ = varlen_attention(_Module(), *trained, None, sliding_window=window, **bounds)
+    given = Documents.of(PLACES[None]).arguments(GPU)
+    if sinks is not None:
+        given["s_aux"] = sinks.to(GPU).requires_grad_()
+        trained.append(given["s_aux"])
+    output, _ = varlen_attention(_Module(), *trained[:3], None, sliding_window=window, **given)
     gradients = torch.autograd.grad(output, trained, direction)
     return [one.detach().cpu() for one in (output, *gradients)]
 
 
-def _expected(states: list[Tensor], window: int | None) -> list[tuple[Tensor, Tensor]]:
+def _expected(states: list[Tensor], window: int | None, sinks: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
     """Each result in fp64 by a mask, and the sum of the magnitudes of the terms that the kernel rounds."""
     query, key, value, direction = (one.double() for one in states)
     direction = direction.transpose(1, 2)
@@ -60,7 +63,10 @@ def _expected(states: list[Tensor], window: int | None) -> list[tuple[Tensor, Te
     distance = torch.arange(len(PLACES))[:, None] - torch.arange(len(PLACES))
     allowed = (document[:, None] == document) & (distance >= 0) & (distance < (window or len(PLACES)))
     scale = query.shape[-1] ** -0.5
-    weights = (query @ key.mT * scale).masked_fill(~allowed, float("-inf")).softmax(-1)
+    scores = (query @ key.mT * scale).masked_fill(~allowed, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
+    weights, of_sinks = scores.softmax(-1).tensor_split([len(PLACES)], -1)
     output = weights @ value
     of_weights = direction @ value.mT
     of_scores = weights * (of_weights - (direction * output).sum(-1, keepdim=True)) * scale
@@ -76,11 +82,19 @@ def _expected(states: list[Tensor], window: int | None) -> list[tuple[Tensor, Te
         (of_scores @ key, rounded @ key.abs()),
         (shared(of_scores.mT @ query), shared(rounded.mT @ query.abs())),
         (shared(weights.mT @ direction), shared(weights.mT @ direction.abs())),
+        *[
+            (-(of_sinks * one.sum(-1, keepdim=True)).sum((0, 2, 3)), (of_sinks * one.abs()).sum((0, 2, 3)))
+            for one in [direction * output] * (sinks is not None)
+        ],
     ]
 
 
 def assert_close(
-    found: list[Tensor], states: list[Tensor], window: int | None = None, kept: Tensor | None = None
+    found: list[Tensor],
+    states: list[Tensor],
+    window: int | None = None,
+    kept: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Compares with fp64. Sums are in fp32, and the magnitudes of their terms bound the error.
 
@@ -90,11 +104,13 @@ def assert_close(
     """
     half = torch.finfo(states[0].dtype).eps / 2
     kept = torch.ones(len(PLACES), dtype=torch.bool) if kept is None else kept
-    results = zip(found, _expected(states, window), strict=True)
-    for name, (one, (exact, terms)) in zip(("output", "query", "key", "value"), results, strict=True):
+    results = list(zip(found, _expected(states, window, sinks), strict=True))
+    names = ("output", "query", "key", "value", "sinks")[: len(results)]
+    for name, (one, (exact, terms)) in zip(names, results, strict=True):
         bound = (2 if name == "output" else 5) * half * terms + 1e-6
         apart = (one.double() - exact).abs() / bound
-        apart = apart[:, kept] if name == "output" else apart[:, :, kept]
+        if name != "sinks":
+            apart = apart[:, kept] if name == "output" else apart[:, :, kept]
         assert (apart <= 1).all(), (name, window, apart.max().item())
 
 
@@ -103,6 +119,12 @@ def test_attention_by_boundaries_equals_attention_by_a_mask_in_fp64(gpu, width, 
     for heads, window in itertools.product(HEADS.values(), (None, 1, 40, 1000)):
         states = _states(*heads, width, dtype)
         assert_close(gpu(_attention, states, window), states, window)
+
+
+def test_sinks_take_a_share_of_the_weights(gpu):
+    states, sinks = _states(*HEADS["grouped keys"], 64, torch.bfloat16), torch.linspace(-3, 3, 6)
+    for window in (None, 40):
+        assert_close(gpu(_attention, states, window, sinks), states, window, sinks=sinks)
 
 
 @needs_kernels

@@ -177,6 +177,21 @@ def test_invalid_boundaries_and_heads_are_refused(bounds, heads):
         varlen_operator(*states, torch.tensor(bounds, dtype=torch.int32), LONGEST, 0.3, None)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_are_added_to_the_log_sums(window):
+    """fp64, one document at a time, has the exact numbers; fp32 sums of 50 terms are off by some units of 2⁻²⁴."""
+    bounds, sinks = torch.tensor([0, 30, 50], dtype=torch.int32), torch.tensor([0.5, -2.0, 3.0, 0.0])
+    given, found = [*_states([0, 50], 4, 2, 24, 24), sinks], []
+    direction = torch.randn(50, 4, 24, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float32, torch.float64):
+        *states, last = (one.detach().to(dtype).requires_grad_() for one in given)
+        output, _ = varlen_operator(*states, bounds, LONGEST, 0.3, window, last)
+        found.append([output, *torch.autograd.grad(output, [*states, last], direction.to(dtype))])
+    for own, exact in zip(*found, strict=True):
+        torch.testing.assert_close(own, exact.float())
+    torch.library.opcheck(varlen_operator, (*given[:3], bounds, LONGEST, 0.3, window, sinks.requires_grad_()))
+
+
 def test_the_operator_obeys_the_rules_of_torch():
     states = _states([0, 7, 24], 4, 2, 8, 6)
     states[0] = states[0].detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()  # not contiguous

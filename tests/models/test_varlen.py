@@ -35,7 +35,7 @@ def _states(heads: int = 4, keys: int = 2, width: int = 8, values: int = 8) -> l
     return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def _expected(query, key, value, scale: float, window: int | None) -> torch.Tensor:
+def _expected(query, key, value, scale: float, window: int | None, sinks=None) -> torch.Tensor:
     """By a mask of all rows: [batch, T, heads, width]."""
     document = torch.bucketize(torch.arange(24), torch.tensor(BOUNDS), right=True).view(2, 12)
     distance = torch.arange(12)[:, None] - torch.arange(12)
@@ -44,7 +44,9 @@ def _expected(query, key, value, scale: float, window: int | None) -> torch.Tens
         allowed &= distance < window
     key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], dim=1) for one in (key, value))
     scores = (query @ key.transpose(2, 3) * scale).masked_fill(~allowed[:, None], float("-inf"))
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return (scores.softmax(-1)[..., : value.shape[2]] @ value).transpose(1, 2)
 
 
 @pytest.mark.parametrize(("heads", "keys", "values"), [(4, 4, 8), (4, 2, 8), (3, 1, 8), (4, 4, 6)])
@@ -65,6 +67,22 @@ def test_varlen_equals_attention_with_a_document_mask(heads, keys, values, windo
         torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("longest", [12, torch.tensor([12])], ids=["eager", "in a graph"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_sinks_take_a_share_of_the_weights(window, longest):
+    """As `transformers` computes them: one more score of each head, whose weight is dropped."""
+    states, sinks = _states(), torch.tensor([0.5, -2.0, 3.0, 0.0], dtype=torch.float64, requires_grad=True)
+    arguments = Documents.of(POSITIONS).arguments(torch.device("cpu")) | {"max_length_q": longest}
+    output, _ = varlen_attention(_Module(), *states, None, sliding_window=window, s_aux=sinks, **arguments)
+    expected = _expected(*states, 8**-0.5, window, sinks)
+    torch.testing.assert_close(output, expected, rtol=0, atol=1e-12)
+    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
+    for own, other in zip(
+        *(torch.autograd.grad((one * direction).sum(), [*states, sinks]) for one in (output, expected)), strict=True
+    ):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-12)
+
+
 def test_varlen_under_autocast_computes_in_its_type():
     arguments = Documents.of(POSITIONS).arguments(torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
@@ -75,7 +93,6 @@ def test_varlen_under_autocast_computes_in_its_type():
     ("given", "reason"),
     [
         ({"softcap": 50.0}, "caps its scores"),
-        ({"s_aux": torch.zeros(4)}, "sinks"),
         ({"position_bias": torch.zeros(1)}, "a bias"),
         ({"dropout": 0.1}, "attention dropout of 0.1"),
         ({"is_causal": False}, "does not attend causally"),
@@ -154,7 +171,7 @@ def test_the_operator_of_a_graph_changes_no_bit(keys, width, values, window):
     [
         *(
             (family, {})
-            for family in ("llama", "qwen3", "gemma3_text", "cohere2", "mixtral", "deepseek_v3", "gpt_neox")
+            for family in ("llama", "qwen3", "gemma3_text", "cohere2", "mixtral", "deepseek_v3", "gpt_neox", "gpt_oss")
         ),
         ("mistral", {"sliding_window": 4096}),
         ("gpt2", {"attn_pdrop": 0.0}),
@@ -169,7 +186,6 @@ def test_families_equal_eager_attention(family, fields):
     ("family", "attention", "reason"),
     [
         ("gemma2", "varlen", "it caps its scores"),
-        ("gpt_oss", "varlen", "it has attention sinks"),
         ("gpt2", "varlen", "it has attention dropout of 0.1, which the kernel does not support"),
         ("llama4_text", "varlen", "logits deviate from those of 'eager'"),  # chunks
         ("bloom", "varlen", "is not called through the table"),

@@ -24,6 +24,7 @@ from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.errors import FamilyError
 from llmtrain.models import target_loss_sum
+from llmtrain.models.classifier import decoder_of
 from llmtrain.models.documents import document_masks
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import MODEL_ERRORS, TOLERANCE, build_tiny_model, packed_input, relative_deviation
@@ -49,7 +50,7 @@ def check_sequence(config: PreTrainedConfig, attention: str) -> None:
     reason = ""
     if dist.get_rank() < 2:
         with torch.random.fork_rng(devices=[]):
-            reason = _try_tiny_copy(config, attention if attention in ("eager", "sdpa") else "sdpa", _pair())
+            reason = _try_tiny_copy(config, attention, _pair())
     if reason := describe(gather(reason)):
         refused = f"sequences of {config.model_type} cannot be cut into slices"
         raise FamilyError("sequence.family", "parallel.sequence", 1, refused, reason)
@@ -75,7 +76,20 @@ def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group) -> st
         tiny = shrink_configuration(config)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
         return f"no tiny copy can be made to compare with ({error})"
-    return compare_sliced_sequences(tiny, attention, group)
+    return compare_sliced_sequences(tiny, attention if attention in ("eager", "sdpa") else _with_masks(tiny), group)
+
+
+def _with_masks(config: PreTrainedConfig) -> str:
+    """Returns the attention that stands for a kernel of documents: `sdpa`, or `eager` if the family does not have it.
+
+    gpt-oss is such a family.
+    """
+    try:
+        with torch.device("meta"):
+            decoder_of(config, attn_implementation="sdpa")
+    except (ValueError, ImportError):
+        return "eager"
+    return "sdpa"
 
 
 def compare_sliced_sequences(

@@ -277,6 +277,10 @@ MAMBA = {
 }
 
 
+SINKS = {"model.architecture": "gpt_oss", "model.config": {}, "model.attention": "varlen"}
+"""A family without `sdpa`, with which a kernel of documents is represented in the check of other families."""
+
+
 def _refusal(rank: int, recipes: list) -> list[str]:
     reasons = []
     for recipe in recipes:
@@ -289,11 +293,11 @@ def _refusal(rank: int, recipes: list) -> list[str]:
 
 
 def test_models_that_slices_would_change_are_refused_on_every_rank():
-    cases = [MAMBA, {"model.architecture": "bloom", "model.config": {}, "model.attention": "eager"}, {}]
-    for mamba, bloom, plain in run_ranks(3, _refusal, [tiny_recipe(**fields) for fields in cases]):
+    cases = [MAMBA, {"model.architecture": "bloom", "model.config": {}, "model.attention": "eager"}, {}, SINKS]
+    for mamba, bloom, plain, sinks in run_ranks(3, _refusal, [tiny_recipe(**fields) for fields in cases]):
         assert mamba == "the logits of a slice deviate from those of the whole sequence"
         assert "fails on a slice" in bloom
-        assert plain == ""
+        assert plain == sinks == ""
 
 
 def _left_behind(rank: int, recipe) -> list[object]:
