@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from llmtrain.data import MicroBatch
 from llmtrain.errors import FamilyError
 from llmtrain.models.stages import Cut
-from llmtrain.models.tensor.split import DeclaredSplit
+from llmtrain.models.tensor.split import DeclaredSplit, plan_split
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import build_tiny_model, packed_input
 from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
@@ -34,6 +34,7 @@ from llmtrain.models.tiny.tensor_check import VOCABULARY, compare_tensor_split, 
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.plan.facts.built_model import INDEXERS
 from llmtrain.plan.facts.families import FAMILIES
+from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS
 from llmtrain.plan.stages import StageBounds
 from tools.page import ROOT, Files, filled, paragraph, table
 
@@ -274,7 +275,7 @@ def pipeline() -> Files:
     return PIPELINE.files(PIPELINE.every_family())
 
 
-# Tensor parallelism: two ranks, by the family's own tp_plan.
+# Tensor parallelism: two ranks, by the family's own tp_plan, or by the usual names of matrices.
 
 SLICES = ", slices"
 """What the table says of a family whose ranks may hold slices of the residual stream."""
@@ -301,10 +302,21 @@ def _share(model: PreTrainedModel, split: DeclaredSplit) -> float:
 
 def _tensor_lists(verdicts: list[Verdict]) -> dict[str, Any]:
     works = [verdict for verdict in verdicts if verdict.kind == "works"]
+    whole = {family: _whole_matrices(family) for family in names(works)}
     return {
         "tensor": names(works),
         "residual_slices": names(verdict for verdict in works if verdict.note.endswith(SLICES)),
+        "whole": {family: modules for family, modules in whole.items() if modules},
     }
+
+
+def _whole_matrices(family: str) -> list[str]:
+    """Returns the usual names of split matrices that the split of a family leaves whole in some layer."""
+    _, model = _on_meta(tiny_config(family))
+    shards = plan_split(model, 2).shards
+    parameters = {name for name, _ in model.named_parameters() if re.search(r"\.\d+\.", name)}
+    modules = {name: name.removesuffix(".weight").rpartition(".")[2] for name in parameters - shards.keys()}
+    return sorted({module for module in modules.values() if module in SPLIT_ROWS + SPLIT_COLUMNS})
 
 
 TENSOR = Trial("families_tensor", _on_meta, _compare_slices, _tensor_lists)

@@ -1,4 +1,6 @@
-"""Tensor parallelism by the plan that a `transformers` family declares (`tp_plan`), over any group of ranks.
+"""Tensor parallelism over any group of ranks, by the plan that a `transformers` family declares (`tp_plan`).
+
+Families without a plan are split by the usual names of their matrices (`usual_plan.py`).
 
 The model keeps its modules and their names. A rank holds shards of the parameters that the plan names, and their
 modules call collectives on inputs and outputs, as in Megatron-LM (arXiv 1909.08053). Parameters remain plain tensors,
@@ -37,6 +39,7 @@ from llmtrain.models.tensor.collectives import (
     shard_of,
 )
 from llmtrain.models.tensor.sequence_parallel import EXPERTS, SequenceParallel
+from llmtrain.models.tensor.usual_plan import attention_modules, divide_counts, splits_layers, usual_plan
 
 
 def no_split(config: PreTrainedConfig, reason: str) -> FamilyError:
@@ -55,6 +58,8 @@ class DeclaredSplit:
     """Parameter → how it is sharded; a tied parameter is listed under each of its names."""
     sequence_parallel: bool = False
     """Whether the residual stream is sharded along the sequence (`sequence_parallel.py`)."""
+    counts_heads: frozenset[str] = frozenset()
+    """Modules of attention whose attributes count the heads of all ranks."""
 
 
 class TensorParallel:
@@ -84,6 +89,8 @@ class TensorParallel:
                 parameter.tensor_shard = self.split.shards[name]
                 parameter.model_parallel = True  # read by DeepSpeed: each rank's shard counts in the gradient norm
         for name, module in model.named_modules():
+            if name in self.split.counts_heads:
+                divide_counts(module, self.group.size)
             style = self.split.styles.get(name)
             if style is not None and next(module.parameters(), None) is not None:
                 block = self._single_block if _pattern(name) == name else self._shared_block
@@ -209,11 +216,14 @@ def _column_parallel_embedding(module: nn.Module, forward: Forward, block: Tenso
 def _experts(module: nn.Module, forward: Forward, block: TensorParallelBlock) -> Forward:
     """Sums the parts of every expert over the ranks.
 
-    Each rank holds a part of every expert and computes a part of the gradients of the input and of the routing weights.
+    Each rank holds a part of every expert and computes a part of the gradients of the input and of the routing weights,
+    which Llama 4 has multiplied with the input before.
     """
 
-    def run(value: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        return block.reduce_output(forward(block.copy_input(value), chosen, block.copy_input(weights)))
+    def run(*inputs: Tensor) -> Tensor:
+        return block.reduce_output(
+            forward(*(block.copy_input(one) if one.is_floating_point() else one for one in inputs))
+        )
 
     return run
 
@@ -274,13 +284,15 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
     A module with whole inputs and outputs (head, embedding) is left unsplit if its size is not a multiple of the
     degree, or if it shares its weight with a module that is sharded differently. Raises FamilyError.
     """
-    plan, config = model.tp_plan, model.config
-    if not plan:
-        raise no_split(config, "it declares no tensor parallel plan (tp_plan)")
-    styles = {name: plan[key] for name, _ in model.named_modules() if (key := _pattern(name)) in plan}
+    plan, config = dict(model.tp_plan or {}), model.config
+    usual = {} if splits_layers(plan) else usual_plan(model)
+    if not plan and not usual:
+        message = "it declares no tensor parallel plan (tp_plan), and its matrices have unusual names"
+        raise no_split(config, message)
+    styles = usual | {name: plan[key] for name, _ in model.named_modules() if (key := _pattern(name)) in plan}
     by_parameter: dict[int, dict[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        style = plan.get(_pattern(name)) or styles.get(_module(name), "replicate")
+        style = plan.get(_pattern(name)) or usual.get(name) or styles.get(_module(name), "replicate")
         by_parameter.setdefault(id(parameter), {})[name] = style
     requested = {*styles.values(), *(style for uses in by_parameter.values() for style in uses.values())}
     unknown = sorted(requested - STYLES.keys())
@@ -296,7 +308,7 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
                 styles.pop(_module(name), None)
     if all(_pattern(name) == name for name in shards):
         raise no_split(config, f"its plan splits no weight of the layers among {degree} ranks")
-    return DeclaredSplit(styles, shards)
+    return DeclaredSplit(styles, shards, counts_heads=frozenset(attention_modules(model) if usual else ()))
 
 
 def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shard | None:

@@ -254,6 +254,8 @@ SLICED_FAMILIES = frozenset(_TRIED["tensor"])
 """Model types that are correct on two tensor parallel ranks (`docs/reference/families_tensor.md`)."""
 MEGATRON_SP_FAMILIES = frozenset(_TRIED["residual_slices"])
 """Those of them whose ranks may hold slices of the residual stream."""
+WHOLE_MATRICES: dict[str, list[str]] = _TRIED["whole"]
+"""Family → the usual names of split matrices that its tensor parallel ranks hold whole in some layer."""
 MIXES_DOCUMENTS = frozenset(_TRIED["mixes_documents"])
 """Model types in which packed documents influence each other (`docs/reference/families_documents.md`).
 

@@ -28,7 +28,7 @@ from llmtrain.plan.kernels import (
     recomputes_loss,
 )
 from llmtrain.plan.plan import Plan
-from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS, tensor_parallel_elements
+from llmtrain.plan.predict.flat import split_of, tensor_parallel_elements
 from llmtrain.plan.schedules import PipelineSchedule
 from llmtrain.plan.stages import is_recomputed
 
@@ -286,15 +286,15 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
 
 def _result(plan: Plan, weight: Weight) -> int:
     """Returns the elements per token that a matrix's product gives a rank, if its result is kept."""
-    slices = plan.divisor("matrices")
+    slices, split = plan.divisor("matrices"), split_of(plan, weight.module)
     if ".lora_A." in weight.name:
         slices = 1
-    if ".lora_B." in weight.name and weight.module in SPLIT_COLUMNS:
+    if ".lora_B." in weight.name and split == "columns":
         return weight.shape[0] // plan.megatron_sp_ranks
     # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.checkpoints.overwrites`).
-    if weight.module in SPLIT_COLUMNS and plan.parallel.autotp_ranks > 1:
+    if split == "columns" and plan.parallel.autotp_ranks > 1:
         return 0
-    return weight.shape[0] // (slices if weight.module in SPLIT_ROWS else 1)
+    return weight.shape[0] // (slices if split == "rows" else 1)
 
 
 def _repeats_keys(plan: Plan) -> bool:
@@ -454,14 +454,15 @@ def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> By
     for weight in layer:
         if ".lora_A." in weight.name:
             rank, inputs = weight.shape
-            inputs //= plan.divisor("matrices") if weight.module in SPLIT_COLUMNS else 1
+            is_scattered = split_of(plan, weight.module) == "columns"
+            inputs //= plan.divisor("matrices") if is_scattered else 1
             whole += inputs * (widths.computed + 1) if adapter is not None and adapter.dropout else 0
-            if weight.module in SPLIT_COLUMNS:  # the result is scattered
+            if is_scattered:
                 sequence_sharded += widths.computed * rank
             else:
                 whole += widths.computed * rank
         elif ".lora_magnitude_vector." in weight.name:
-            slices = plan.divisor("matrices") if weight.module in SPLIT_ROWS else 1
+            slices = plan.divisor("matrices") if split_of(plan, weight.module) == "rows" else 1
             whole += 2 * widths.computed * weight.elements // slices
     return BytesPerToken(whole, sequence_sharded)
 

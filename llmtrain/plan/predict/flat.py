@@ -11,6 +11,7 @@ from itertools import accumulate, islice
 from typing import Literal
 
 from llmtrain.plan.facts.classifier import HEAD
+from llmtrain.plan.facts.families import WHOLE_MATRICES
 from llmtrain.plan.facts.weights import HeldRows, Weight, Weights
 from llmtrain.plan.optimizers import block_of, is_matrix_of_layer, states_kept
 from llmtrain.plan.plan import Plan
@@ -310,16 +311,29 @@ def stage_weights(plan: Plan, weights: Weights, stage: int) -> list[Weight]:
     return list(weights.of_layers(first, last + 1, first=stage == 0, last=is_last))
 
 
-SPLIT_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc")
+SPLIT_ROWS = (
+    *("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "gate_up_proj", "c_attn", "c_fc"),
+    *("fc1", "fc_in", "dense_h_to_4h", "query_key_value"),
+)
 """Projections whose outputs are split over tensor parallel ranks, with their biases."""
-SPLIT_COLUMNS = ("o_proj", "down_proj", "c_proj")
+SPLIT_COLUMNS = ("o_proj", "down_proj", "c_proj", "fc2", "fc_out", "dense_4h_to_h", "dense")
 """Projections whose inputs are split over them; a bias is added once."""
+Split = Literal["rows", "columns", ""]
+"""How a matrix [outputs, inputs] is split over tensor parallel ranks; not at all if empty."""
+
+
+def split_of(plan: Plan, module: str) -> Split:
+    """Returns how the matrix of a module, or of an adapter beside it, is split. module: as in `Weight.module`."""
+    if plan.parallel.autotp_ranks == 1 and module in WHOLE_MATRICES.get(plan.model.model_type, ()):
+        return ""
+    return "rows" if module in SPLIT_ROWS else "columns" if module in SPLIT_COLUMNS else ""
 
 
 def held_rows(plan: Plan, weights: Weights, weight: Weight) -> tuple[HeldRows, ...]:
     """Returns what each tensor parallel rank holds of the rows of a matrix; one entry if all hold whole rows."""
     block, width, tensor = block_of(plan.recipe.optim), weight.stored[-1], plan.divisor("matrices")
-    if weight.module not in SPLIT_COLUMNS or tensor_parallel_elements(plan, weights, weight) == weight.elements:
+    is_split = split_of(plan, weight.module) == "columns"
+    if not is_split or tensor_parallel_elements(plan, weights, weight) == weight.elements:
         return (HeldRows(width, ((0, width),), block),)
     own = width // tensor
     return tuple(HeldRows(width, ((rank * own, own),), block) for rank in range(tensor))
@@ -341,6 +355,6 @@ def tensor_parallel_elements(plan: Plan, weights: Weights, weight: Weight) -> in
     module, _, kind = weight.name.rpartition(".")
     module, _, adapter = module.partition(".lora_")
     name = module.rpartition(".")[2] if kind in ("weight", "bias") else kind
-    is_split = name in SPLIT_ROWS if adapter != "A" else False
-    is_split |= name in SPLIT_COLUMNS and kind != "bias" and adapter in ("", "A")
+    split = split_of(plan, name)
+    is_split = adapter != "A" if split == "rows" else split == "columns" and kind != "bias" and adapter in ("", "A")
     return weight.elements // ranks if is_split else weight.elements

@@ -325,8 +325,8 @@ def _less_idle(draft: Draft) -> str:
 @rule("tensor.family", "run", axis=TENSOR)
 def tensor_family(draft: Draft) -> Iterator[Fault]:
     """Refuses families whose tiny copy fails or deviates if it is split (`docs/reference/families_tensor.md`). Modules
-    are split by the family's own tp_plan; without one, or with one that loses a gradient, the model would compute
-    something else."""
+    are split by the family's own tp_plan, or without one by the usual names of matrices; if these lose a gradient, the
+    model would compute something else."""
     parallel, facts = draft.parallel, draft.facts
     if facts is None or facts.trials is not None:  # a user's own model has its own rule
         return
