@@ -23,6 +23,7 @@ from llmtrain.errors import Exit, Problem, RecipeError, StoppedError, UserError,
 from llmtrain.system.host import MAX_WORKERS
 
 if TYPE_CHECKING:
+    from llmtrain.launch import Launcher
     from llmtrain.plan import Plan
     from llmtrain.plan.predict import PlanMemory
     from llmtrain.plan.predict.time import StepTime
@@ -165,12 +166,14 @@ def prepare(
     run_dir: str | PathLike[str] | None = None,
     resume: str | PathLike[str] = "auto",
     allow_change: Sequence[str] = (),
+    launcher: Launcher | None = None,
 ) -> tuple[TrainingEngine, TrainingData]:
     """Sets up a recipe for a training loop of your own, on each rank; returns its engine and its data.
 
     For a program that torchrun, deepspeed, accelerate, mpirun or srun starts on every rank; without a launcher, it is
     the only one. model: a function or class that builds a model of your own from the fields of `model.config`, in place
-    of the one that the recipe names. Other arguments as for `train`. Iterating over the data yields this rank's part of
+    of the one that the recipe names. launcher: a `llmtrain.launch.Launcher` of your own, which may have started the
+    program. Other arguments as for `train`. Iterating over the data yields this rank's part of
     each global batch; `TrainingEngine` trains on it. Call it in the main thread, and under
     `if __name__ == "__main__":` if the file also defines code that the recipe names. From then on, an error ends the
     program with the exit code of `llmtrain train`, and a user's error prints no traceback.
@@ -187,7 +190,7 @@ def prepare(
     if is_helper() or is_running():
         message, fix = "is called while its file is imported for what it defines", 'if __name__ == "__main__":'
         raise RecipeError(Problem("loop.main", "llmtrain.prepare", message, fix))
-    rank = discover(os.environ, sys.argv) or Rank.alone()
+    rank = discover(os.environ, sys.argv, launcher) or Rank.alone()
     with quiet_libraries():
         from llmtrain.train.own_loop import end_on_error, prepare_loop
 

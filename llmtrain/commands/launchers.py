@@ -173,6 +173,7 @@ _SLURM, _KUBERNETES = ("slurm", "slurm --dry-run"), ("kubernetes", "kubernetes -
 SUPPORTED: dict[str, tuple[str, ...]] = {
     "nproc": (*HERE, *_DRY_HERE),
     "max_restarts": ("local",),
+    "launched_by": ("local",),
     "dry_run": (*_SLURM, *_KUBERNETES, *_DRY_HERE),
     "as_json": ("local --dry-run",),
     # Without --dry-run, local launchers use the devices of this machine.

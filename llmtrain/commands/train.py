@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmtrain.commands.train_request import TrainRequest
@@ -28,11 +29,13 @@ def train_recipe(request: TrainRequest) -> None:
     """
     stop_by_exception()
     from llmtrain.commands.launchers import HERE, check_options, launch
-    from llmtrain.launch import discover
+    from llmtrain.launch import discover, named_launcher
     from llmtrain.run_dir import check_allowed
 
     ignore_output_errors()
-    rank = discover(os.environ, sys.argv) if request.launcher in HERE else None
+    folder, path = str(Path(request.absolute_path).parent), request.launched_by
+    named = named_launcher(path, folder) if path and request.launcher in HERE else None
+    rank = discover(os.environ, sys.argv, named) if request.launcher in HERE else None
     check_options(request, rank)
     check_allowed(request.allow_change)
     if request.dry_run or request.launcher not in HERE:

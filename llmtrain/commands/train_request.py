@@ -80,6 +80,14 @@ class TrainRequest:
             "manifest (needs --dry-run)."
         ),
     ] = "local"
+    launched_by: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="A llmtrain.launch.Launcher of your own, next to the recipe or installed, that has started this "
+            "process as a worker.",
+        ),
+    ] = ""
     hostfile: Annotated[Path | None, typer.Option(help="deepspeed: file with lines of the form HOST slots=N.")] = None
     include: Annotated[str, typer.Option(help="deepspeed: hosts and devices to use, such as h1@h2:0,2.")] = ""
     exclude: Annotated[str, typer.Option(help="deepspeed: hosts and devices to leave out.")] = ""

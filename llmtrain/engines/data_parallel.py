@@ -15,7 +15,7 @@ from llmtrain.engines.engine import ChangeGradients, OwnPasses
 from llmtrain.engines.forward import forward, next_logits
 from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models import Objective, OwnLoss
+from llmtrain.models import Objective, OwnLoss, OwnMetrics
 from llmtrain.plan import Plan
 
 
@@ -41,11 +41,11 @@ class DataParallel(PlainLoop):
             self.module = nn.DataParallel(self.module, device_ids=self.devices)
         return optimizer
 
-    def _losses(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    def _losses(self, micro_batch: MicroBatch, metrics: OwnMetrics | None) -> tuple[Tensor, Tensor | None]:
         """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
         completions = micro_batch.completions.tensors if micro_batch.completions else ()
         inputs = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, micro_batch.values, *completions)
-        loss_sums, auxiliaries = self.module(*inputs)
+        loss_sums, auxiliaries = self.module(*inputs, metrics=metrics)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
     def own_passes(
@@ -80,12 +80,14 @@ class _Losses(nn.Module):
         labels: Tensor,
         values: Tensor | None,
         *completions: Tensor,
+        metrics: OwnMetrics | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the sum of the losses and the auxiliary loss of one device's part, each of shape [1].
 
-        completions: the tensors of `Completions`, if there are any.
+        completions: the tensors of `Completions`, if there are any. metrics: shared by all devices.
         """
         of_pairs = Completions(*completions) if completions else None
         part = MicroBatch(input_ids, position_ids, labels, of_pairs, values)
-        loss_sum, auxiliary = forward(self.model, self.model, part, input_ids.device, self.objective)
+        device = input_ids.device
+        loss_sum, auxiliary = forward(self.model, self.model, part, device, self.objective, metrics=metrics)
         return loss_sum[None], None if auxiliary is None else auxiliary[None]

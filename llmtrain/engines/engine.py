@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.state.save_load import HasState
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models import Objective, OwnLoss
+from llmtrain.models import Objective, OwnLoss, OwnMetrics
 
 ChangeGradients = Callable[[Mapping[str, Tensor]], None]
 """Changes whole gradients in place, which are given by the Hugging Face names of their weights."""
@@ -189,6 +189,12 @@ class Engine(HasState, Protocol):
 
     objective: Objective | OwnLoss | None
     """The objective, unless the loss is the cross-entropy of each token."""
+
+    own_metrics: OwnMetrics | None
+    """The user's own metrics of evaluations, if there are any."""
+
+    def own_metric_sums(self) -> Tensor:
+        """Returns the sums of `own_metrics` over the batch that was evaluated last, of all ranks: [sums]."""
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every weight, whole and on the CPU, under its Hugging Face name; tied weights once."""

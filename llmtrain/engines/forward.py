@@ -23,6 +23,7 @@ from llmtrain.models import (
     ChunkedLoss,
     Objective,
     OwnLoss,
+    OwnMetrics,
     chunked_loss,
     liger,
     precision,
@@ -146,11 +147,13 @@ def forward(
     device: torch.device,
     objective: Objective | OwnLoss | None = None,
     whole: MicroBatch | None = None,
+    metrics: OwnMetrics | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the sum of the losses of a micro-batch, and the auxiliary loss to add, if the model has one.
 
     The sum is over target tokens, or over the items of an objective. call: the engine, or whatever else
-    stands for the model. whole: the sequences of which `batch` is a slice; default: `batch`.
+    stands for the model. whole: the sequences of which `batch` is a slice; default: `batch`. metrics: those of an
+    evaluation, to which the micro-batch is added.
 
     No attention mask is passed: `transformers` finds the boundaries of packed documents in `position_ids`, which
     restart at 0 in each document (`masking_utils.find_packed_sequence_indices`). A kernel without masks receives the
@@ -158,9 +161,10 @@ def forward(
     """
     labels = batch.labels.to(device, non_blocking=True)
     targets = chunk_arguments(labels, batch) if chunked_loss(model) else {}
-    with computed_at_head(model, batch, objective):
+    with computed_at_head(model, batch, objective, labels, metrics):
         output, auxiliary = run_model(call, model, batch, whole or batch, device, **targets)
-    return loss_of(output.loss_sum if targets else output.logits, labels, model, batch, objective), auxiliary
+    result = output.loss_sum if targets else output.logits
+    return loss_of(result, labels, model, batch, objective, metrics), auxiliary
 
 
 def run_model(
@@ -259,14 +263,36 @@ def objective_of(
     return Objective(recipe.objective, slices) if recipe.objective.is_preference else None
 
 
+def own_metrics_of(recipe: Recipe) -> OwnMetrics | None:
+    """Returns the user's own metrics of evaluations, if there are any."""
+    return OwnMetrics(recipe) if recipe.evaluation.metrics else None
+
+
 def computed_at_head(
-    model: PreTrainedModel, batch: MicroBatch, objective: Objective | OwnLoss | None
+    model: PreTrainedModel,
+    batch: MicroBatch,
+    objective: Objective | OwnLoss | None,
+    labels: Tensor,
+    metrics: OwnMetrics | None,
 ) -> AbstractContextManager[None]:
-    """Returns a context in which a model with `HeadLoss` returns the sums of the user's own loss instead of logits."""
+    """Returns a context in which a model with `HeadLoss` returns the sums of the user's own loss instead of logits.
+
+    A model that does not return logits adds them to `metrics`. labels: those of the batch, on the device.
+    """
+    if chunked := chunked_loss(model):
+        return chunked.observed_by(metrics.add) if metrics else nullcontext()
     at_head = head_loss(model)
     if at_head is None or not isinstance(objective, OwnLoss):
         return nullcontext()
-    return at_head.computing(partial(objective.of_batch, batch))
+    loss = partial(objective.of_batch, batch)
+    if metrics is None:
+        return at_head.computing(loss)
+
+    def observed(hidden: Tensor, weight: Tensor) -> Tensor:
+        metrics.add_hidden(hidden, weight, labels)
+        return loss(hidden, weight)
+
+    return at_head.computing(observed)
 
 
 def loss_of(
@@ -275,16 +301,19 @@ def loss_of(
     model: PreTrainedModel,
     batch: MicroBatch,
     objective: Objective | OwnLoss | None,
+    metrics: OwnMetrics | None = None,
 ) -> Tensor:
     """Returns the sum of a micro-batch's losses, over target tokens, or over the items of an objective.
 
     result: the model's logits, or what its `ChunkedLoss` or `HeadLoss` has made of them. labels: those of the batch, on
-    the device.
+    the device. metrics: get the logits, if the model has returned them.
     """
+    is_computed = chunked_loss(model) or head_loss(model)
+    if metrics and not is_computed:
+        metrics.add(result, labels)
     if isinstance(objective, OwnLoss):
-        is_computed = chunked_loss(model) or head_loss(model)
         return objective.take(result) if is_computed else objective(result, batch)
     if objective is None:
-        return result if chunked_loss(model) else target_loss_sum(result, labels)
+        return result if is_computed else target_loss_sum(result, labels)
     assert batch.completions is not None, "an objective is given completions"
-    return objective(result if chunked_loss(model) else target_losses(result, labels), batch.completions)
+    return objective(result if is_computed else target_losses(result, labels), batch.completions)

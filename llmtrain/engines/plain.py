@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import Accumulated, ChangeGradients, OwnPasses, Passes, StepResult
-from llmtrain.engines.forward import forward, install_kernels, next_logits, objective_of, run_model
+from llmtrain.engines.forward import forward, install_kernels, next_logits, objective_of, own_metrics_of, run_model
 from llmtrain.engines.guard import Guard, LossAndNorm, check_fused, skip_if
 from llmtrain.engines.optim import (
     averaged_weights,
@@ -30,7 +30,7 @@ from llmtrain.engines.optim import (
 from llmtrain.engines.state.optimizer_shards import optimizer_shards
 from llmtrain.engines.state.save_load import HasState, Locate, checkpoint_shards, untrained_shards
 from llmtrain.engines.state.shards import CheckpointShard, ReplicaIndex, ShardLocation, WeightSlice
-from llmtrain.models import build_model
+from llmtrain.models import OwnMetrics, build_model
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
@@ -65,6 +65,7 @@ class PlainLoop(HasState):
         """The module whose forward passes and modes are those of the model."""
         self.recipe = recipe
         self.objective = objective_of(recipe, model.config)
+        self.own_metrics = own_metrics_of(recipe)
         self.device = next(model.parameters()).device
         groups = groups_for(recipe.optim, [model], parameter_groups(model, recipe.optim.weight_decay))
         self.masters = {
@@ -98,9 +99,12 @@ class PlainLoop(HasState):
         """Returns the context of a micro-batch's passes; only the last micro-batch has to synchronize gradients."""
         return nullcontext()
 
-    def _losses(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
-        """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches."""
-        return forward(self.module, self.model, micro_batch, self.device, self.objective)
+    def _losses(self, micro_batch: MicroBatch, metrics: OwnMetrics | None) -> tuple[Tensor, Tensor | None]:
+        """Returns the sum of the losses, and the auxiliary loss to be averaged over micro-batches.
+
+        metrics: those of an evaluation, to which the micro-batch is added.
+        """
+        return forward(self.module, self.model, micro_batch, self.device, self.objective, metrics=metrics)
 
     def _loss_to_reduce(self, loss_sum: Tensor, num_items: int) -> Tensor:
         """Returns the loss whose gradients, reduced over ranks, are those of the mean over all items.
@@ -207,10 +211,10 @@ class PlainLoop(HasState):
         rate: float = self.optimizer.param_groups[0]["lr"]
         return rate
 
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, micro_batch: MicroBatch, metrics: OwnMetrics | None = None) -> tuple[Tensor, Tensor | None]:
         """Runs `_losses` in the recipe's precision."""
         with autocast(self.recipe.parallel.precision, self.device.type):
-            return self._losses(micro_batch)
+            return self._losses(micro_batch, metrics)
 
     def _run_model(self, batch: MicroBatch, whole: MicroBatch) -> tuple[Any, Tensor | None]:
         """Runs the model itself in the recipe's precision."""
@@ -236,10 +240,12 @@ class PlainLoop(HasState):
         self.module.eval()
         if self.objective:
             self.objective.begin()
+        if self.own_metrics:
+            self.own_metrics.begin()
         total = torch.zeros((), device=self.device)
         with self.averaged():
             for micro_batch in batch.micro_batches:
-                total += self._forward(micro_batch)[0]
+                total += self._forward(micro_batch, self.own_metrics)[0]
             return self._all_reduce(total) / batch.divisor
 
     def next_logits(self, batch: MicroBatch) -> dict[int, Tensor]:
@@ -251,6 +257,11 @@ class PlainLoop(HasState):
     def metric_sums(self) -> Tensor | None:
         """Returns the sums over the last batch, of all ranks: as `Engine.metric_sums`."""
         return None if self.objective is None else self._all_reduce(self.objective.metric_sums(self.device))
+
+    def own_metric_sums(self) -> Tensor:
+        """Returns the sums of `own_metrics` over the last batch, of all ranks."""
+        assert self.own_metrics is not None
+        return self._all_reduce(self.own_metrics.sums(self.device))
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yields every whole weight under its Hugging Face name; tied weights once."""

@@ -14,6 +14,7 @@ from llmtrain.models.chunked import ChunkedLoss, chunked_loss
 from llmtrain.models.loss import router_loss_weight, target_loss_sum, target_losses
 from llmtrain.models.objective import Objective
 from llmtrain.models.own_loss import OwnLoss
+from llmtrain.models.own_metrics import OwnMetrics
 from llmtrain.models.stages import RankStages, Stage
 from llmtrain.models.varlen import takes_cu_seq_lens
 
@@ -21,6 +22,7 @@ __all__ = [
     "ChunkedLoss",
     "Objective",
     "OwnLoss",
+    "OwnMetrics",
     "RankStages",
     "Stage",
     "build_model",

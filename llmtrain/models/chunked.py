@@ -42,6 +42,8 @@ class NoChunksError(Exception):
     """The family's forward cannot be separated into backbone and head."""
 
 
+Observe = Callable[[Tensor, Tensor], object]
+"""Gets logits [..., tokens, vocab] and targets [..., tokens], as they are before the loss."""
 ONE_CHUNK = 2**31
 """A chunk size that puts all tokens into one chunk."""
 
@@ -179,6 +181,8 @@ class ChunkedLoss:
     """Returns the summed cross-entropy of a chunk, given its logits and labels, and its `values` if there are any; or,
     if `recomputed`, the cross-entropy of each token [1, tokens], which are then concatenated over the chunks, or
     several sums [sums], which are added."""
+    _observe: Observe | None = field(default=None, init=False, repr=False)
+    """See `observed_by`."""
     _full_forward: Callable[..., Any] = field(init=False, repr=False)
     """The model's own forward."""
     _head: _Backbone | _OwnHead = field(init=False, repr=False)
@@ -200,7 +204,7 @@ class ChunkedLoss:
         of_tokens = [targets] if values is None else [targets, values]
         if targets.numel() <= self.tokens:  # one chunk holds them all
             output = self._full_forward(*args, **kwargs)
-            loss_sum = self.loss_of(output.logits, *of_tokens)
+            loss_sum = self._loss_of(output.logits, *of_tokens)
             return Losses(loss_sum=loss_sum, aux_loss=getattr(output, "aux_loss", None))
         output, hidden = self._head.run(*args, **kwargs)
         return Losses(loss_sum=self.loss_sum(hidden, *of_tokens), aux_loss=getattr(output, "aux_loss", None))
@@ -236,7 +240,21 @@ class ChunkedLoss:
 
     def _chunk_loss(self, hidden: Tensor, targets: Tensor, *values: Tensor) -> Tensor:
         """Returns the summed loss of one chunk."""
-        return self.loss_of(self._head.logits(hidden), targets, *values)
+        return self._loss_of(self._head.logits(hidden), targets, *values)
+
+    def _loss_of(self, logits: Tensor, targets: Tensor, *values: Tensor) -> Tensor:
+        if self._observe is not None:
+            self._observe(logits, targets)
+        return self.loss_of(logits, targets, *values)
+
+    @contextmanager
+    def observed_by(self, observe: Observe) -> Iterator[None]:
+        """A context, without gradients, in which a function gets the logits and the targets of each chunk."""
+        self._observe = observe
+        try:
+            yield
+        finally:
+            self._observe = None
 
 
 class _Fused(torch.autograd.Function):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pkgutil import resolve_name
@@ -16,10 +17,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import NO_TARGET
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.chunked import ChunkedLoss, NoChunksError
+from llmtrain.models.chunked import ChunkedLoss, NoChunksError, Observe
 from llmtrain.models.tiny.compare import deviation_of
 from llmtrain.models.tiny.model import COPY_ERRORS
 from llmtrain.overrides.transformers import call_instead
+from llmtrain.plan.kernels import CHUNK_TOKENS
 
 PACKAGES = ("liger_kernel", "triton")
 INSTALL = "pip install llmtrain[liger]"
@@ -189,7 +191,8 @@ class LigerLoss(ChunkedLoss):
     """
 
     tokens: int = field(default=0, init=False)
-    """Zero, because Liger chooses the chunk size, for which the logits are as large as the hidden states."""
+    """Zero, because Liger chooses the chunk size, for which the logits are as large as the hidden states. Its kernel
+    does not return them, so where they are observed, the loss is that of `ChunkedLoss`."""
     recomputed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
@@ -206,6 +209,8 @@ class LigerLoss(ChunkedLoss):
 
         hidden: [batch, T, width], the output of the backbone; targets: [batch, T].
         """
+        if self.tokens:
+            return super().loss_sum(hidden, targets, *values)
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
 
         loss: Tensor = liger_fused_linear_cross_entropy(
@@ -220,3 +225,13 @@ class LigerLoss(ChunkedLoss):
             accum_dtype=torch.float32,
         )
         return loss
+
+    @contextmanager
+    def observed_by(self, observe: Observe) -> Iterator[None]:
+        """As for `ChunkedLoss`."""
+        self.tokens = CHUNK_TOKENS
+        try:
+            with super().observed_by(observe):
+                yield
+        finally:
+            self.tokens = 0

@@ -55,6 +55,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
         *("eval_steps", "evals_per_epoch", "eval_strategy", "evaluation_strategy", "eval_interval"),
     ),
     "evaluation.max_sequences": ("max_eval_samples", "eval_max_samples"),
+    "evaluation.metrics": ("compute_metrics",),
     "checkpoint.every_steps": ("save_steps", "saves_per_epoch", "save_strategy", "save_interval"),
     "checkpoint.keep_last": ("save_total_limit",),
     "checkpoint.keep_best": ("load_best_model_at_end", "save_best"),

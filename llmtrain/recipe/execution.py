@@ -111,6 +111,10 @@ class EvalConfig(Part):
     max_sequences: PositiveInt | None = None
     """Largest number of evaluation sequences, taken evenly from all sources; it also applies to each of `sets`.
     Default: all."""
+    metrics: dict[Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], ObjectPath] = Field(default_factory=dict)
+    """Metrics of your own by name: functions, `{"accuracy": "mine:accuracy"}`. A function gets the logits of some
+    target tokens [tokens, vocabulary] in fp32, and the labels of these tokens [tokens]. It returns a sum and a count;
+    the metric is the sum of the sums over the sum of the counts, of all tokens of a set."""
 
     @property
     def all_sources(self) -> dict[str, Source]:

@@ -238,6 +238,7 @@ def _evaluated(run: Run, name: str) -> Evaluation:
     losses: dict[str, float] = defaultdict(float)
     num_items: dict[str, int] = defaultdict(int)
     sums: Tensor | None = None
+    own, own_sums = run.engine.own_metrics, torch.zeros((), dtype=torch.float64)
     max_items = run.recipe.evaluation.max_sequences
     if run.engine.objective and run.engine.objective.needs_divergence:
         estimate_divergence(run.engine, run.data.eval_batches(max_items, name), run.heartbeat.beat)
@@ -247,6 +248,8 @@ def _evaluated(run: Run, name: str) -> Evaluation:
         num_items[batch.eval_source] += batch.num_items
         if (of_batch := run.engine.metric_sums()) is not None:
             sums = of_batch.double().cpu() if sums is None else sums + of_batch.cpu()
+        if own:
+            own_sums = own_sums + run.engine.own_metric_sums().cpu()
     total = max(1, sum(num_items.values()))
     known = run.data.eval_bytes(max_items, name) if run.metrics else None
     return Evaluation(
@@ -254,6 +257,7 @@ def _evaluated(run: Run, name: str) -> Evaluation:
         by_source={source: loss / max(1, num_items[source]) for source, loss in losses.items()},
         of_objective=_metrics(run, sums, total),
         bytes_per_token=known / total if known else None,
+        own=own.means(own_sums.tolist()) if own else {},
     )
 
 

@@ -369,7 +369,7 @@ def _run(
         saver=Saver(run_dir.checkpoints, plan, engine, run, storage, warn),
         state=state,
         stop_step=steps,
-        progress=TrainingProgress(console, steps, state.step),
+        progress=TrainingProgress(console, steps, state.step, plan.recipe.evaluation.metrics),
         stop=stop.agreement(),
         metrics=MetricsLogger(run_dir, plan, state.step, warn) if rank.is_main else None,
         skipped=engine.guard.read().total,

@@ -310,7 +310,8 @@ class _Worker:
         if self.rank.is_main:
             metrics = MetricsLogger(self.run_dir, self.plan, state.step, self.output.warn, stop_step)
         try:
-            with TrainingProgress(self.output.console, stop_step, state.step) as progress:
+            own = recipe.evaluation.metrics
+            with TrainingProgress(self.output.console, stop_step, state.step, own) as progress:
                 stop = StopAgreement(self.signals, self.secret.authenticator, attempt=state.rollbacks)
                 profiler = StepProfiler(self.run_dir, self.rank.rank, recipe.profile, state.step, self.output.warn)
                 run = Run(

@@ -139,10 +139,10 @@ def divergence_per_micro_batch(patch):
                 estimate(own, [replace(batch, micro_batches=[rows], mismatched=[mismatched])])
                 found.append(own.objective.divergence)
 
-    def forward(call, model, rows, device, own, whole):
+    def forward(call, model, rows, device, own, *others):
         if model.training:
             own.divergence = found.pop(0)
-        return original(call, model, rows, device, own, whole)
+        return original(call, model, rows, device, own, *others)
 
     patch.setattr(engine, "estimate_divergence", each)
     patch.setattr(engine, "forward", forward)
@@ -157,11 +157,11 @@ def divergence_with_gradient(patch):
         seen["mismatched"], seen["count"] = iter(batch.mismatched), batch.examples
         return train(self, batch, *others)
 
-    def forward(call, model, rows, device, own, whole):
+    def forward(call, model, rows, device, own, *others):
         if model.training:
             seen["ratio"] = None
             original(call, model, next(seen["mismatched"]), device, own)
-        found = original(call, model, rows, device, own, whole)
+        found = original(call, model, rows, device, own, *others)
         seen["ratio"] = 0.0
         return found
 

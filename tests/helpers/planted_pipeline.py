@@ -51,13 +51,13 @@ def stale_tied_copy(patch):
 def loss_by_micro_batch(patch):
     original = PipelineAxis._loss
 
-    def loss(self, objective, stage, inputs, arguments, batch):
+    def loss(self, objective, stage, inputs, arguments, batch, **others):
         num_items = self._num_items
         self._num_items = (
             (batch.labels != NO_TARGET).sum().clamp(min=1) * self._micro_batches * self.plan.data_parallel_size
         )
         try:
-            return original(self, objective, stage, inputs, arguments, batch)
+            return original(self, objective, stage, inputs, arguments, batch, **others)
         finally:
             self._num_items = num_items
 

@@ -49,8 +49,8 @@ def loss_of_padding(patch):
 def router_loss_counted_twice(patch):
     original = forward.forward
 
-    def twice(*arguments):
-        loss_sum, auxiliary = original(*arguments)
+    def twice(*arguments, **named):
+        loss_sum, auxiliary = original(*arguments, **named)
         return loss_sum, None if auxiliary is None else 2 * auxiliary
 
     _everywhere(patch, original, twice)

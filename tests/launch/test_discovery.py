@@ -1,6 +1,8 @@
 """Each launcher's variables give a worker its rank; impossible or contradictory ones are named."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pytest
@@ -110,6 +112,42 @@ def test_a_launcher_of_an_installed_package_is_recognised(installed, env, launch
     installed(ROW)
     assert discover(env) == expected(launcher)
     assert discover({}) is None
+
+
+@pytest.fixture
+def recipe_of_site(tmp_path) -> str:
+    """A recipe next to a module that describes the launcher of the site."""
+    (tmp_path / "own_site.py").write_text(f"from llmtrain.launch import Launcher\n{ROW}\nOTHER = 'torchrun'\n")
+    (tmp_path / "mine.yaml").write_text("extends: tiny\n")
+    return str(tmp_path / "mine.yaml")
+
+
+def _train(recipe: str, *options: str, **env: str) -> str:
+    command = [sys.executable, "-m", "llmtrain", "train", recipe, *options]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    return done.stderr
+
+
+def test_a_launcher_is_named_by_its_path(recipe_of_site):
+    """The command refuses a dry run, because it knows that it is a worker."""
+    told = _train(recipe_of_site, "--launched-by", "own_site:SITE", "--dry-run", **SITE)
+    assert "--dry-run: starts its own workers, but site has started this process as a worker" in told
+    unknown = _train(recipe_of_site, "--dry-run", **SITE)
+    assert "RANK" in unknown
+    assert "but site has started" not in unknown
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("own_site:SITE", "--launched-by: own_site:SITE has not started this process: no variable SITE_RANK is set"),
+        ("own_site:OTHER", "own_site:OTHER is 'torchrun', but must be a llmtrain.launch.Launcher of another name"),
+        ("own_site", "--launched-by: 'own_site' must have the form package.module:name"),
+    ],
+)
+def test_a_path_that_leads_to_no_launcher_of_this_process_is_refused(recipe_of_site, path, message):
+    assert message in _train(recipe_of_site, "--launched-by", path)
 
 
 @pytest.mark.parametrize(

@@ -196,6 +196,7 @@ def test_each_field_decides_whether_it_may_change(plan):
             "evaluation.max_sequences",
             "evaluation.at_start",
             "evaluation.sets",
+            "evaluation.metrics",
         ),
         *("checkpoint.every_steps", "checkpoint.keep_last", "checkpoint.keep_every_steps", "checkpoint.keep_best"),
         *("checkpoint.background", "checkpoint.best_metric", "checkpoint.best_mode"),

@@ -151,7 +151,7 @@ def recipe_of(folder: Path, *callbacks: dict, **fields):
 class Engine:
     """Its loss falls until a step, and is random in its last digits."""
 
-    objective = model = None
+    objective = own_metrics = model = None
 
     def __init__(self, best: int = 1000) -> None:
         self.step, self.best, self.drawn = 0, best, []

@@ -27,7 +27,7 @@ PRETRAINED = {"model.architecture": None, "model.config": {}, "model.pretrained"
 class Engine:
     """Skips the updates of some steps."""
 
-    objective = None
+    objective = own_metrics = None
 
     def metric_sums(self) -> None:
         """Has none, as an engine whose loss is a mean over tokens."""
@@ -90,7 +90,7 @@ def test_rollbacks_do_not_depend_on_logging(logging, rank, every, found):
 class Evaluated:
     """Evaluates batches whose loss is known."""
 
-    objective = None
+    objective = own_metrics = None
 
     def metric_sums(self) -> None:
         """Has none."""

@@ -27,8 +27,8 @@ def _spoil():
         self.spoilt = os.environ["RANK"] == "1" and batch.first_sample in range({SPOILT.start}, {SPOILT.stop})
         return train(self, batch)
 
-    def forward(self, micro_batch):
-        loss, auxiliary = run(self, micro_batch)
+    def forward(self, micro_batch, metrics=None):
+        loss, auxiliary = run(self, micro_batch, metrics)
         return (loss * math.nan if self.model.training and self.spoilt else loss), auxiliary
 
     train, run = engine.train_step, engine._forward

@@ -28,6 +28,7 @@ from llmtrain.engines.forward import (
     forward,
     next_logits,
     objective_of,
+    own_metrics_of,
     run_model,
     use_kernels,
 )
@@ -61,7 +62,7 @@ from llmtrain.engines.state.save_load import (
 )
 from llmtrain.engines.state.shards import CheckpointShard, ReplicaIndex, ShardLocation, WeightSlice
 from llmtrain.errors import CheckpointError, Problem, RecipeError
-from llmtrain.models import build_model, model_configuration
+from llmtrain.models import OwnMetrics, build_model, model_configuration
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
@@ -167,6 +168,7 @@ class DeepSpeedEngine(HasState):
             axis.attach(self.engine)
 
         self.objective = objective_of(recipe, config, self._group("sequence_parallel_group"))
+        self.own_metrics = own_metrics_of(recipe)
         shard_lists, locate = self._optimizer_shards()
         locate_shards(self.engine.basic_optimizer, self.engine.optimizer, shard_lists, locate, recipe, device)
         self.guard = Guard(recipe.guard, device)
@@ -293,10 +295,10 @@ class DeepSpeedEngine(HasState):
         rate: float = self.engine.get_lr()[0]
         return rate
 
-    def _forward(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, micro_batch: MicroBatch, metrics: OwnMetrics | None = None) -> tuple[Tensor, Tensor | None]:
         """Returns this rank's sum of losses, and the auxiliary loss of a mixture of experts."""
         batch = self._slice(micro_batch)
-        return forward(self.engine, self.model, batch, self.device, self.objective, micro_batch)
+        return forward(self.engine, self.model, batch, self.device, self.objective, micro_batch, metrics)
 
     def _run_model(self, batch: MicroBatch, whole: MicroBatch) -> tuple[Any, Tensor | None]:
         return run_model(self.engine, self.model, batch, whole, self.device)
@@ -306,6 +308,8 @@ class DeepSpeedEngine(HasState):
         """Returns the mean loss over the items of all ranks."""
         if self.objective:
             self.objective.begin()
+        if self.own_metrics:
+            self.own_metrics.begin()
         with self.averaged(), self._active():
             self.engine.eval()
             total = self._evaluate(batch)
@@ -323,13 +327,18 @@ class DeepSpeedEngine(HasState):
         """Returns the sums over the last batch, of all ranks."""
         return None if self.objective is None else self._sum_over_replicas(self.objective.metric_sums(self.device))
 
+    def own_metric_sums(self) -> Tensor:
+        """Returns the sums of `own_metrics` over the last batch, of all ranks."""
+        assert self.own_metrics is not None
+        return self._sum_over_replicas(self.own_metrics.sums(self.device))
+
     def _evaluate(self, batch: StepBatch) -> Tensor:
         """Returns this rank's sum of losses."""
         if self._pipeline:
-            return self._pipeline.evaluate(batch, self._slices(batch), self.objective)
+            return self._pipeline.evaluate(batch, self._slices(batch), self.objective, self.own_metrics)
         total = torch.zeros((), device=self.device)
         for micro_batch in batch.micro_batches:
-            total += self._forward(micro_batch)[0]
+            total += self._forward(micro_batch, self.own_metrics)[0]
         return total
 
     def checkpoint_shards(self) -> Iterator[list[CheckpointShard]]:

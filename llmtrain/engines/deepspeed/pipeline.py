@@ -29,7 +29,16 @@ from llmtrain.engines.forward import LabeledPositions, chunk_arguments, computed
 from llmtrain.engines.runtime.agree import broadcast
 from llmtrain.engines.runtime.distributed import is_alone
 from llmtrain.engines.state.shards import ReplicaIndex
-from llmtrain.models import Objective, OwnLoss, RankStages, chunked_loss, router_loss_weight, stage_builder, stage_names
+from llmtrain.models import (
+    Objective,
+    OwnLoss,
+    OwnMetrics,
+    RankStages,
+    chunked_loss,
+    router_loss_weight,
+    stage_builder,
+    stage_names,
+)
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
@@ -131,10 +140,16 @@ class PipelineAxis(SlicedAxis):
         """Makes the update."""
         step_pipeline(self._engine)
 
-    def evaluate(self, batch: StepBatch, slices: list[MicroBatch], objective: Objective | OwnLoss | None) -> Tensor:
-        """Returns this replica's sum of losses on the last stage, and zero on the others."""
+    def evaluate(
+        self,
+        batch: StepBatch,
+        slices: list[MicroBatch],
+        objective: Objective | OwnLoss | None,
+        metrics: OwnMetrics | None = None,
+    ) -> Tensor:
+        """Returns this replica's sum of losses on the last stage, and zero on the others; adds it to `metrics`."""
         self._begin(batch)
-        self.passes.evaluate(batch.micro_batches, slices, partial(self._loss, objective))
+        self.passes.evaluate(batch.micro_batches, slices, partial(self._loss, objective, metrics=metrics))
         return self._total
 
     def next_logits(self, batch: MicroBatch, batch_slice: MicroBatch) -> dict[int, Tensor]:
@@ -215,6 +230,7 @@ class PipelineAxis(SlicedAxis):
         inputs: Tensors,
         arguments: dict[str, Any],
         batch: MicroBatch,
+        metrics: OwnMetrics | None = None,
     ) -> Tensors:
         """Runs the last stage; returns the loss whose gradients DeepSpeed averages, scaled if the engine scales it.
 
@@ -223,10 +239,10 @@ class PipelineAxis(SlicedAxis):
         labels = batch.labels.to(self.device, non_blocking=True)
         if chunked_loss(stage.model):
             arguments |= chunk_arguments(labels, batch)
-        with computed_at_head(stage.model, batch, objective):
+        with computed_at_head(stage.model, batch, objective, labels, metrics):
             output = stage(inputs, **arguments)
         result, auxiliary = (output, None) if isinstance(output, Tensor) else output
-        loss_sum = loss_of(result, labels, stage.model, batch, objective)
+        loss_sum = loss_of(result, labels, stage.model, batch, objective, metrics)
         self._total += loss_sum.detach()
         loss = loss_sum * (self.plan.gradient_ranks / self._num_items)  # DeepSpeed averages gradients over these ranks
         if auxiliary is not None:

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import entry_points
 from itertools import chain
+from typing import Any
 
 from llmtrain.errors import Problem, RecipeError, format_value, reason
 from llmtrain.launch.discovery import slurm_step, tf_config
 from llmtrain.launch.discovery.mpi import MPIS
 from llmtrain.launch.discovery.mpi import read as read_mpi
 from llmtrain.launch.discovery.rank import Launcher, Rank, RankReader
+from llmtrain.recipe.own_code import import_object, import_path
 
 LAUNCHER_VARIABLE = "LLMTRAIN_LAUNCHER"
 ENVIRONMENT = "environment"
@@ -50,33 +52,63 @@ ENTRY_POINTS = "llmtrain.launchers"
 
 def installed_launchers() -> Iterator[Launcher]:
     """Yields the launchers that installed packages describe. Raises RecipeError for an entry point that names none."""
-    taken = {known.name for known in (*LAUNCHERS, BY_HAND)}
     for entry in entry_points(group=ENTRY_POINTS):
         try:
             launcher = entry.load()
-            fault = f"is {format_value(launcher)}, but must be a llmtrain.launch.Launcher of another name"
+            fault = _fault(launcher)
         except Exception as error:
-            launcher, fault = None, f"cannot be imported: {type(error).__name__}: {reason(error)}"
-        if not isinstance(launcher, Launcher) or launcher.name in taken:
+            fault = f"cannot be imported: {type(error).__name__}: {reason(error)}"
+        if fault:
             field = f"entry point {entry.name} of {entry.dist.name if entry.dist else 'a package'}"
             fix = "repair or uninstall the package"
             raise RecipeError(Problem("launch.entry_point", field, f"{entry.value} {fault}", fix))
         yield launcher
 
 
-def discover(env: Mapping[str, str] | None = None, argv: Sequence[str] = ()) -> Rank | None:
+def _fault(launcher: Any) -> str:
+    """Returns why an object cannot describe a launcher; empty if it can."""
+    taken = {known.name for known in (*LAUNCHERS, BY_HAND)}
+    if isinstance(launcher, Launcher) and launcher.name not in taken:
+        return ""
+    return f"is {format_value(launcher)}, but must be a llmtrain.launch.Launcher of another name"
+
+
+def named_launcher(path: str, folder: str) -> Launcher:
+    """Returns the launcher that `--launched-by` names by its import path.
+
+    folder: of the user's own modules. Raises RecipeError unless the path leads to a launcher that has started this
+    process.
+    """
+    field = "--launched-by"
+    try:
+        import_path(path)
+    except ValueError as error:
+        raise RecipeError(Problem("launch.path", field, f"{format_value(path)} {error}")) from None
+    launcher: Launcher = import_object(path, folder, field)
+    if fault := _fault(launcher):
+        raise RecipeError(Problem("launch.path", field, f"{path} {fault}"))
+    if not any(os.environ.get(marker) for marker in launcher.markers):
+        message = f"{path} has not started this process: no variable {' or '.join(launcher.markers)} is set"
+        raise RecipeError(Problem("launch.markers", field, message, "leave it out to start workers here"))
+    return launcher
+
+
+def discover(
+    env: Mapping[str, str] | None = None, argv: Sequence[str] = (), named: Launcher | None = None
+) -> Rank | None:
     """Returns the rank of this process, or None if no launcher started it.
 
     A plain `python recipes/NAME.py` has no launcher. Neither has `accelerate launch` on a CPU: it starts one process,
     however many were requested (`launch.jobs.accelerate.requested_processes`).
 
-    argv: the arguments of the script; `deepspeed` adds `--local_rank=N`. Raises RecipeError with every variable that is
-    missing, not a number, out of range or inconsistent with another.
+    argv: the arguments of the script; `deepspeed` adds `--local_rank=N`. named: a launcher that the command line names,
+    which may have started a known one, too. Raises RecipeError with every variable that is missing, not a number, out
+    of range or inconsistent with another.
     """
     env = os.environ if env is None else env
     reader = RankReader(env)
     # Further launchers are looked for after the known ones, which they may start, but may set RANK themselves.
-    launchers = chain(LAUNCHERS, installed_launchers(), [BY_HAND])
+    launchers = chain(LAUNCHERS, [named] if named else [], installed_launchers(), [BY_HAND])
     launcher = next((launcher for launcher in launchers if any(env.get(marker) for marker in launcher.markers)), None)
     outer = next((candidate for candidate in _outer(env) if _counts_us(candidate[0], launcher, env)), None)
     if outer is not None:

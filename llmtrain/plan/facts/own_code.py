@@ -19,6 +19,7 @@ from llmtrain.errors import Problem, RecipeError, UserError, format_value
 from llmtrain.plan.facts.helper_process import run_helper
 from llmtrain.plan.facts.own_callbacks import callback_problems, tracker_problems
 from llmtrain.plan.facts.own_loss import Sizes, check_loss
+from llmtrain.plan.facts.own_metrics import check_metrics
 from llmtrain.recipe import KernelsConfig, ObjectiveConfig, ParallelConfig, Part, Recipe, parse_recipe
 from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
 from llmtrain.system.durable import write_atomically
@@ -69,9 +70,13 @@ def examined(recipe: Recipe, sizes: Sizes | None = None) -> OwnCode | None:
             for number, one in enumerate(recipe.callbacks)
         },
         "loss": None,
+        "metrics": None,
     }
     if recipe.objective.is_own and sizes is not None:
         tried["loss"] = {"objective": recipe.objective.model_dump(mode="json"), "sizes": list(sizes)}
+    if recipe.evaluation.metrics and sizes is not None:
+        objective = recipe.objective.model_dump(mode="json")
+        tried["metrics"] = {"metrics": recipe.evaluation.metrics, "objective": objective, "sizes": list(sizes)}
     return examined_objects(objects, recipe.code_dir, tried)
 
 
@@ -80,7 +85,7 @@ def examined_objects(objects: dict[str, str], folder: str | None, tried: dict[st
 
     folder: that of the recipe's own modules. tried: what is called besides, see `answer`.
     """
-    nothing: dict[str, Any] = {"recipe": None, "callbacks": {}, "loss": None}
+    nothing: dict[str, Any] = {"recipe": None, "callbacks": {}, "loss": None, "metrics": None}
     request = {"objects": objects, "folder": folder, **(tried or nothing)}
     path = cache_path(request)
     try:
@@ -147,6 +152,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         check_schedule(parse_recipe(request["recipe"]))
     if tried := request["loss"]:
         check_loss(ObjectiveConfig.model_validate(tried["objective"]), folder, Sizes(*tried["sizes"]))
+    if tried := request["metrics"]:
+        objective = ObjectiveConfig.model_validate(tried["objective"])
+        check_metrics(tried["metrics"], objective, folder, Sizes(*tried["sizes"]))
     roots = {path.partition(":")[0].partition(".")[0] for path in request["objects"].values()}
     return identified(roots, folder).model_dump()
 

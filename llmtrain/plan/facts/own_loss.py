@@ -158,7 +158,7 @@ class _Trial:
         import torch
 
         vocabulary = self.sizes.vocabulary
-        named = [token for token in _integers(self.objective.options) if 0 <= token < vocabulary]
+        named = [token for token in integers(self.objective.options) if 0 <= token < vocabulary]
         shape = (len(LENGTHS), max(LENGTHS))
         for _ in range(TRIALS):
             labels = torch.randint(vocabulary, shape)
@@ -269,11 +269,11 @@ class _Trial:
             )
 
 
-def _integers(value: Any) -> Iterator[int]:
+def integers(value: Any) -> Iterator[int]:
     """Yields the integers in a value of a recipe."""
     if isinstance(value, list | tuple | dict):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _integers(item)
+            yield from integers(item)
     elif isinstance(value, int) and not isinstance(value, bool):
         yield value
 

@@ -11,6 +11,7 @@ from llmtrain.errors import did_you_mean, format_value
 from llmtrain.plan.axes import EXPERT, SEQUENCE
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
+from llmtrain.plan.facts.own_loss import RESERVED
 from llmtrain.plan.optimizers import optimizer_of
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 from llmtrain.recipe import DataConfig, Recipe
@@ -343,6 +344,7 @@ def evaluation_metric(draft: Draft) -> Iterator[Fault]:
 
 
 OF_SOURCE = "eval_loss_by_source/"
+OF_PARTS = ("_by_set", "_by_source")
 
 
 def evaluation_metrics(recipe: Recipe) -> list[str]:
@@ -353,7 +355,21 @@ def evaluation_metrics(recipe: Recipe) -> list[str]:
     else:
         names += ["rewards_chosen", "rewards_rejected", "reward_margin", "reward_accuracy"]
         names += [] if recipe.objective.compares_pairs else ["kl"]
+    names += recipe.evaluation.metrics
     return [*names, *(f"{name}_by_set/{of}" for of in recipe.evaluation.sets for name in names)]
+
+
+@rule("evaluation.metrics", "arithmetic")
+def evaluation_metrics_of_tokens(draft: Draft) -> Iterator[Fault]:
+    """Refuses metrics of one's own for losses of completions, and under names that a run uses. A metric is a mean over
+    target tokens, which would not distinguish chosen completions from rejected ones."""
+    recipe = draft.recipe
+    for name in recipe.evaluation.metrics:
+        if recipe.objective.reads_completions:
+            message = "would be a mean over the tokens of chosen and rejected completions alike"
+            yield Fault(f"evaluation.metrics.{name}", message, "return it as a further metric of a loss of your own")
+        if name in RESERVED or name.endswith(OF_PARTS):
+            yield Fault(f"evaluation.metrics.{name}", "is a name that the metrics of a run have", "use another word")
 
 
 @rule("early_stopping.never", "arithmetic")
@@ -381,7 +397,7 @@ def evaluation_never(draft: Draft) -> Iterator[Fault]:
     if evaluation.every_steps:
         return
     fix = assignment(evaluation__every_steps=draft.recipe.train.max_steps or 100)
-    for field in ("sources", "sets", "at_start"):
+    for field in ("sources", "sets", "at_start", "metrics"):
         if getattr(evaluation, field):
             yield Fault(f"evaluation.{field}", "has no effect: evaluation.every_steps is 0", fix)
 

@@ -76,10 +76,12 @@ class Evaluation:
     """As in `StepMetrics`; only the cross-entropy of tokens has a perplexity."""
     bytes_per_token: float | None = None
     """Bytes of the targets, for bits per byte, which do not depend on the tokenizer; None if unknown."""
+    own: Mapping[str, float] = field(default_factory=dict)
+    """The user's own metrics (`evaluation.metrics`)."""
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics by name."""
-        metrics = {"eval_loss": self.loss}
+        metrics = {"eval_loss": self.loss, **self.own}
         if self.of_objective is not None:
             return {**metrics, **self.of_objective}
         metrics["perplexity"] = perplexity(self.loss)

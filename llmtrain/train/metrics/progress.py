@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timedelta
 from types import TracebackType
@@ -35,7 +35,9 @@ FAR_S = 3600.0
 class TrainingProgress:
     """Prints one line per logged step, and on a terminal a live line with step, loss, speed and time left."""
 
-    def __init__(self, console: Console, max_steps: int, start_step: int = 0) -> None:
+    def __init__(self, console: Console, max_steps: int, start_step: int = 0, own_metrics: Iterable[str] = ()) -> None:
+        """own_metrics: names of the user's own metrics of evaluations (`evaluation.metrics`)."""
+        self._shown = (*QUALITY, *(name for name in own_metrics if name not in QUALITY))
         self._console = console
         self._max_steps = max_steps
         self._start_step = self._step = start_step
@@ -69,7 +71,7 @@ class TrainingProgress:
     def show(self, record: dict[str, Any]) -> None:
         """Shows a record of the metrics logger: a logged step or an evaluation."""
         if "eval_loss" in record:
-            for line in _evaluations(record):
+            for line in _evaluations(record, self._shown):
                 self.note(f"step {record['step']:,}  {line}")
             return
         before = self._last["step"] if self._last else self._start_step
@@ -221,19 +223,18 @@ QUALITY = ("perplexity", "bits_per_byte", "reward_accuracy", "accuracy")
 """Metrics of an evaluation that are shown next to its loss."""
 
 
-def _evaluations(record: dict[str, Any]) -> Iterator[str]:
-    """Yields a line for the evaluation, and one for each further set."""
+def _evaluations(record: dict[str, Any], shown: Sequence[str]) -> Iterator[str]:
+    """Yields a line for the evaluation, and one for each further set, with the metrics in `shown`."""
     losses = record.get("eval_loss_by_source", {})
     short = short_names(losses)
     by_source = "".join(f"  {short[name]} {four_digits(loss)}" for name, loss in losses.items())
-    yield f"eval loss {four_digits(record['eval_loss'])}{_quality(record)}{by_source}"
+    yield f"eval loss {four_digits(record['eval_loss'])}{_quality(record, shown)}{by_source}"
     for name, loss in record.get("eval_loss_by_set", {}).items():
-        of_set = {metric: record.get(f"{metric}_by_set", {}) for metric in QUALITY}
+        of_set = {metric: record.get(f"{metric}_by_set", {}) for metric in shown}
         metrics = {metric: values[name] for metric, values in of_set.items() if name in values}
-        yield f"eval loss of {name} {four_digits(loss)}{_quality(metrics)}"
+        yield f"eval loss of {name} {four_digits(loss)}{_quality(metrics, shown)}"
 
 
-def _quality(record: dict[str, Any]) -> str:
-    return "".join(
-        f"  {metric.replace('_', ' ')} {four_digits(record[metric])}" for metric in QUALITY if metric in record
-    )
+def _quality(record: dict[str, Any], shown: Sequence[str]) -> str:
+    values = {metric: record[metric] for metric in shown if metric in record}
+    return "".join(f"  {metric.replace('_', ' ')} {four_digits(value)}" for metric, value in values.items())

@@ -72,6 +72,13 @@ class Trace:
     rates: Sequence[float]
     evaluation: float | None
     weights: Weights
+    metric: float | None = None
+    """The cross-entropy of `METRICS` over the held-out sequences; None if it is not compared."""
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
+    """Returns the sum of the cross-entropies of tokens, and their number, as a metric of evaluations."""
+    return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels)
 
 
 def deviation(ours: Trace, theirs: Trace, initial: Weights) -> Deviation:
@@ -79,6 +86,8 @@ def deviation(ours: Trace, theirs: Trace, initial: Weights) -> Deviation:
     losses = [*zip(ours.losses, theirs.losses, strict=True)]
     if theirs.evaluation is not None:
         losses.append((math.nan if ours.evaluation is None else ours.evaluation, theirs.evaluation))
+        if ours.metric is not None:
+            losses.append((ours.metric, theirs.evaluation))
     return Deviation(
         loss=worst(_relative(a, b) for a, b in losses),
         grad_norm=worst(_relative(a, b) for a, b in zip(ours.grad_norms, theirs.grad_norms, strict=True)),

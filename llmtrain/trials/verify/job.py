@@ -30,6 +30,10 @@ divided by a wrong number, does not affect its weights; those of SGD are affecte
 
 COMPARABLE = ("fp32", "bf16", "autocast_bf16")
 """Precisions that the reference supports too."""
+METRICS = {"cross_entropy": "llmtrain.trials.verify.compare:cross_entropy"}
+"""What is compared in place of the user's own metrics of evaluations. These are sums over tokens, as their trial shows,
+and right if they are given the right tokens. But an accuracy, for example, jumps where two logits are almost equal,
+while the cross-entropy must be that of the reference, within the same tolerance as any loss."""
 NUMBERS = ("loss", "grad_norm", "weights")
 """The fields of a deviation that are numbers."""
 
@@ -190,7 +194,7 @@ def worst_of(deviations: Collection[Deviation]) -> dict[str, float | None]:
 
 
 def comparable(recipe: Recipe, steps: int) -> Recipe:
-    """Returns the recipe to compare: the whole schedule within `steps`, no dropout, and no skipped update.
+    """Returns the recipe to compare: the whole schedule within `steps`, no dropout, no skipped update, and `METRICS`.
 
     Ranks draw different dropout masks, as they should, so with dropout no two layouts train the same. The reference has
     no guard against spikes. Raises RecipeError for a precision that the reference does not support, and for an unknown
@@ -218,6 +222,8 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
     fields |= {f"model.config.{key}": 0.0 for key in dropout_of(_model_values(recipe))}
     if recipe.model.adapter is not None:
         fields["model.adapter.dropout"] = 0.0
+    if recipe.evaluation.metrics and recipe.objective.name == "language_model":
+        fields["evaluation.metrics"] = METRICS
     return recipe.with_(**fields)
 
 

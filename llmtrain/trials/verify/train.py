@@ -32,6 +32,7 @@ from llmtrain.trials.verify.batches import Batches
 from llmtrain.trials.verify.compare import Trace, Weights, clone, deviation, tolerance
 from llmtrain.trials.verify.job import (
     CURRENT_FILE,
+    METRICS,
     PROBES,
     Deviation,
     Reference,
@@ -159,7 +160,8 @@ def _compare_probe(
     engine = build_engine(plan, render(plan), device)
     replica, batches = engine.data_parallel_rank, batches.referenced(engine, plan)
     callbacks = Callbacks(plan.recipe, only_gradients=True)
-    ours = _trace(engine, callbacks, batches.part(plan, replica), batches.eval_batches(plan, replica))
+    parts = batches.part(plan, replica), batches.eval_batches(plan, replica)
+    ours = _trace(engine, plan.recipe, callbacks, *parts)
     worst = _worst_rank(deviation(ours, theirs, initial))
     if saved_in is not None and worst.within(allowed):
         check_checkpoint_round_trip(engine, plan, ours.weights, saved_in)
@@ -213,22 +215,29 @@ def drawn_weights(recipe: Recipe, device: torch.device) -> Weights:
     return {name: named[name] for name in drawn}
 
 
-def _trace(engine: Engine, callbacks: Callbacks, steps: Iterator[StepBatch], held_out: Iterable[StepBatch]) -> Trace:
+def _trace(
+    engine: Engine, recipe: Recipe, callbacks: Callbacks, steps: Iterator[StepBatch], held_out: Iterable[StepBatch]
+) -> Trace:
     results = [engine.train_step(batch, callbacks.gradient_hook(step)) for step, batch in enumerate(steps, start=1)]
     callbacks.check_gradients(len(results))
     total, targets = 0.0, 0
     held_out = list(held_out)
     if engine.objective and engine.objective.needs_divergence:
         estimate_divergence(engine, held_out)
+    own = engine.own_metrics if recipe.evaluation.metrics == METRICS else None
+    metric_sums = torch.zeros(2, dtype=torch.float64)
     for batch in held_out:
         total += engine.eval_step(batch).item() * batch.num_items
         targets += batch.num_items
+        if own:
+            metric_sums += engine.own_metric_sums().cpu()
     return Trace(
         losses=[result.loss.item() for result in results],
         grad_norms=[result.grad_norm.item() for result in results],
         rates=[result.lr for result in results],
         evaluation=total / targets if targets else None,
         weights=clone(dict(engine.named_weights())),
+        metric=next(iter(own.means(metric_sums.tolist()).values())) if own else None,
     )
 
 

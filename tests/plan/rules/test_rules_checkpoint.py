@@ -8,6 +8,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.cluster import Cluster
 
+ACCURACY = "tests.helpers.own_metrics:accuracy"
 SAVED = {"checkpoint.every_steps": 10, "evaluation.every_steps": 5, "train.max_steps": 100, "checkpoint.keep_last": 2}
 
 
@@ -27,6 +28,10 @@ SAVED = {"checkpoint.every_steps": 10, "evaluation.every_steps": 5, "train.max_s
         ({"evaluation.sets.b": [{"name": "a", "weight": 2.0}]}, ["evaluation.weight"]),
         ({"evaluation.every_steps": 0, "evaluation.at_start": True}, ["evaluation.never"]),
         ({"evaluation.every_steps": 0, "evaluation.at_start": False}, []),
+        ({"evaluation.every_steps": 0, "evaluation.metrics": {"a": ACCURACY}}, ["evaluation.never"]),
+        ({"evaluation.metrics": {"perplexity": ACCURACY, "a_by_set": ACCURACY}}, ["evaluation.metrics"] * 2),
+        ({"evaluation.metrics": {"a": ACCURACY}, "checkpoint.best_metric": "a"}, []),
+        ({"evaluation.metrics": {"a": ACCURACY}, "checkpoint.best_metric": "b"}, ["evaluation.metric"]),
         ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.2}, ["evaluation.fraction"]),
         ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.0}, []),
         ({"evaluation.sources": [{"name": "a"}], "data.eval_fraction": 0.01, "evaluation.at_start": True}, []),

@@ -84,12 +84,14 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer(run_dir, plan):
 
 
 def test_each_set_has_its_own_metrics(run_dir, plan):
-    sets = {"wiki": Evaluation(math.log(2), bytes_per_token=1.0), "code": Evaluation(math.inf, {"a": 1.0, "b": 2.0})}
+    code = Evaluation(math.inf, {"a": 1.0, "b": 2.0}, own={"accuracy": math.nan})
+    sets = {"wiki": Evaluation(math.log(2), bytes_per_token=1.0, own={"accuracy": 0.5}), "code": code}
     with MetricsLogger(run_dir, plan) as logger:
-        logger.log(logger.eval_record(20, Evaluation(0.0), sets))
+        logger.log(logger.eval_record(20, Evaluation(0.0, own={"accuracy": 0.25}), sets))
     assert records(run_dir) == [
         {
-            **{"step": 20, "eval_loss": 0.0, "perplexity": 1.0},
+            **{"step": 20, "eval_loss": 0.0, "perplexity": 1.0, "accuracy": 0.25},
+            "accuracy_by_set": {"wiki": 0.5, "code": None},
             "eval_loss_by_set": {"wiki": math.log(2), "code": None},
             "perplexity_by_set": {"wiki": pytest.approx(2), "code": None},
             "bits_per_byte_by_set": {"wiki": 1.0},

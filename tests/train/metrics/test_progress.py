@@ -53,6 +53,16 @@ def test_a_log_gets_one_line_per_logged_step():
     ]
 
 
+def test_own_metrics_are_shown_once():
+    console, sets = plain(), {"eval_loss_by_set": {"wiki": 2}, "hits_by_set": {"wiki": None}}
+    progress = TrainingProgress(console, 100, own_metrics=["hits", "accuracy"])
+    progress.show({**EVALUATION, "hits": 0.25, "accuracy": 0.5, "other": 1.0, **sets})
+    assert lines(console) == [
+        "step 50  eval loss 3.0000  perplexity 20.09  accuracy 0.5000  hits 0.2500",
+        "step 50  eval loss of wiki 2.0000  hits not finite",
+    ]
+
+
 def test_a_sample_does_not_fill_the_screen_with_empty_lines():
     console = plain()
     TrainingProgress(console, 100).show_samples(7, [("def", " f\n\n\n   \n\nx\n\ny")])
