@@ -22,6 +22,7 @@ from llmtrain.engines.state.optimizer_shards import OptimizerShardLists, trained
 from llmtrain.engines.state.save_load import Locate, shape_of
 from llmtrain.models.adapter import weight_name
 from llmtrain.overrides.torch import ShardedSGD
+from llmtrain.plan.facts.own_optimizer import TriedOptimizer
 from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
 from llmtrain.recipe.own_code import import_object, is_path
@@ -64,14 +65,18 @@ def groups_for(optim: OptimConfig, models: Iterable[nn.Module], groups: list[dic
 
 
 def torch_optimizer(
-    groups: list[dict[str, Any]], optim: OptimConfig, is_sharded: bool = False, code_dir: str | None = None
+    groups: list[dict[str, Any]],
+    optim: OptimConfig,
+    is_sharded: bool = False,
+    code_dir: str | None = None,
+    tried: TriedOptimizer | None = None,
 ) -> Optimizer:
-    """Returns the recipe's optimizer. The guard can skip its updates: it is fused, or a class of the user's.
+    """Returns the recipe's optimizer. The guard can skip its updates: it is fused, or the user's own.
 
-    is_sharded: whether the parameters are, or will be, DTensors. code_dir: `Recipe.code_dir`.
+    is_sharded: whether the parameters are, or will be, DTensors. code_dir: `Recipe.code_dir`. tried: `Plan.optimizer`.
     """
     if is_path(optim.name):
-        return own_optimizer(groups, optim, code_dir)
+        return own_optimizer(groups, optim, code_dir, tried)
     row = optimizer_of(optim)
     module, _, name = row.kind.rpartition(".")
     kind: Any = ShardedSGD if is_sharded and name == "SGD" else getattr(import_module(module), name)

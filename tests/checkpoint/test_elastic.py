@@ -128,14 +128,17 @@ from torch.optim import Optimizer
 
 
 class Counting(Optimizer):
-    '''Momentum and its sum, divided by a count that is a number of Python.'''
+    '''Momentum, divided by a count of its own and by one of the group; the rate is relative to the sum of all rates.'''
 
     def __init__(self, params, lr, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "k": 0, "total": 0})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            group["k"] += 1
+            group["total"] += group["lr"] + 0.01
+            group["share"] = group["lr"] / group["total"] + group.get("share", 0.5)  # not there at first
             for weight in (weight for weight in group["params"] if weight.grad is not None):
                 state = self.state[weight]
                 if not state:
@@ -144,7 +147,8 @@ class Counting(Optimizer):
                 state["decayed"] *= 0.75
                 state["mean"].lerp_(weight.grad, 0.1)
                 towards = (weight - state["anchor"]) * state["decayed"]
-                weight.sub_(state["mean"] * group["lr"] / state["count"] ** 0.5 + group["lr"] * towards)
+                weight.sub_(state["mean"] * group["lr"] * group["share"] / (state["count"] * group["k"]) ** 0.5)
+                weight.sub_(group["lr"] * towards)
 """
 
 

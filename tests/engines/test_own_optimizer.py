@@ -1,4 +1,4 @@
-"""An optimizer of one's own class in an engine: its states before the first step, its failures, torch's hooks."""
+"""An optimizer of one's own in an engine: its states before the first step, its failures, torch's hooks."""
 
 import sys
 
@@ -10,25 +10,27 @@ from llmtrain.engines.guard import check_fused, skip_if
 from llmtrain.engines.optim import torch_optimizer
 from llmtrain.engines.state.optimizer_shards import optimizer_shards
 from llmtrain.errors import RecipeError
+from llmtrain.plan.facts.own_optimizer import TriedOptimizer, answer
 from llmtrain.recipe import OptimConfig
 
 STEPS = 3
 
 
-def built(name: str, code_dir: str | None = None, **options):
+def built(name: str, code_dir: str | None = None, tried: TriedOptimizer | None = None, **options):
     torch.manual_seed(1)
     weights = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.randn(2))]
     optim = OptimConfig(name=name, lr=0.1, options=options)
-    optimizer = torch_optimizer([{"params": weights, "weight_decay": 0.1}], optim, code_dir=code_dir)
+    groups = [{"params": [weight], "weight_decay": decay} for weight, decay in zip(weights, (0.1, 0.0), strict=True)]
+    optimizer = torch_optimizer(groups, optim, code_dir=code_dir, tried=tried)
     check_fused(optimizer)
     return weights, optimizer
 
 
-def take(weights, optimizer, step: int) -> None:
+def take(weights, optimizer, step: int, skip: float = 0.0) -> None:
     generator = torch.Generator().manual_seed(step)
     for weight in weights:
         weight.grad = torch.randn(weight.shape, generator=generator)
-    skip_if(torch.zeros(()), optimizer)
+    skip_if(torch.tensor(skip), optimizer)
     optimizer.step()
 
 
@@ -73,3 +75,105 @@ def test_a_failure_in_a_step_names_the_line(tmp_path, monkeypatch):
     )
     with pytest.raises(RecipeError, match=r"mine_of_engine.py, line 6: mine_of_engine:Fails fails in a step: ZeroDiv"):
         take(*built("mine_of_engine:Fails", str(tmp_path)), 0)
+
+
+MINE = """
+import torch
+from torch.optim import Optimizer
+
+
+class Estimate(Optimizer):
+    '''Steps as long as the sums over all gradients so far say, as Prodigy's are; the groups hold what is known.'''
+
+    def __init__(self, params, lr, weight_decay=0.0, late=False):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "k": 0, "d": 0, "sum": torch.zeros(()), "bonus": 0.0}
+        super().__init__(params, defaults)
+        self.late = late
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        norm = sum(float(weight.grad.abs().sum()) for group in self.param_groups for weight in group["params"])
+        for group in self.param_groups:
+            group["k"] += 1
+            group["d"] = max(group["d"], norm / group["k"]) + 0.1
+            group["sum"] = group["sum"] * 0.9 + norm
+            if group["k"] > 1:
+                group["hat"] = group.get("hat", 0.3) / group["k"] + norm
+            if self.late and group["k"] > 20:
+                group["bonus"] = 1.0
+            for weight in group["params"]:
+                length = group["d"] * group.get("hat", 1.0) / float(group["sum"])
+                weight.sub_(weight.grad, alpha=group["lr"] * length)
+
+
+def make(groups, lr, late=False):
+    return Estimate(groups, lr, late=late)
+"""
+
+
+@pytest.fixture
+def estimate(tmp_path, monkeypatch):
+    """The folder of a class that keeps numbers in its groups, and what a trial finds out about it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "estimate_of_engine.py").write_text(MINE)
+    yield str(tmp_path)
+    sys.modules.pop("estimate_of_engine", None)
+
+
+def estimating(folder: str, **options):
+    name = "estimate_of_engine:make"
+    tried = answer({"optimizer": name, "options": options, "folder": folder})["tried"]
+    assert tried["group_numbers"] == {"k": "int", "d": "float", "sum": "float32", "hat": "float"}
+    return built(name, folder, TriedOptimizer(**tried), **options)
+
+
+def load(source, target) -> None:
+    """Copies all values, as a checkpoint does."""
+    for lists in zip(optimizer_shards(source), optimizer_shards(target), strict=True):
+        for saved, shard in zip(*lists, strict=True):
+            shard.steps.copy_(saved.steps)
+            for kind, tensor in shard.tensors.items():
+                tensor.copy_(saved.tensors[kind])
+            assert shard.factors.keys() == saved.factors.keys()
+            for kind, factor in shard.factors.items():
+                factor.values.copy_(saved.factors[kind].values)
+
+
+@pytest.mark.parametrize("stop", [0, 1, 4])
+def test_numbers_of_groups_continue_bit_for_bit(estimate, stop):
+    """After one update, `hat` is not there yet."""
+    whole, first, second, rolled_back = (estimating(estimate) for _ in range(4))
+    for step in range(7):
+        take(*whole, step)
+        take(*rolled_back, step + 1)
+    for step in range(stop):
+        take(*first, step)
+    take(*first, 99, skip=1.0)  # changes nothing
+    for target in (second, rolled_back):
+        load(first[1], target[1])
+        for step in range(stop, 7):
+            take(*target, step)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(target[0], whole[0], strict=True))
+        for ours, theirs in zip(target[1].param_groups, whole[1].param_groups, strict=True):
+            names = ("k", "d", "sum", "hat")
+            assert [(ours[name], type(ours[name])) for name in names] == [
+                (theirs[name], type(theirs[name])) for name in names
+            ]
+
+
+def test_weights_of_a_group_cannot_have_other_numbers(estimate):
+    weights, optimizer = estimating(estimate)
+    groups = optimizer.param_groups
+    groups[0]["params"] += groups.pop()["params"]
+    (shards,) = optimizer_shards(optimizer)
+    shards[0].factors["group_k"].values.fill_(3)
+    with pytest.raises(CheckpointError, match="other numbers of estimate_of_engine:make for some weights of a group"):
+        take(weights, optimizer, 0)
+
+
+def test_a_number_that_the_trial_has_not_seen_changing_is_not_dropped_in_silence(estimate):
+    weights, optimizer = estimating(estimate, late=True)
+    for step in range(21):
+        take(weights, optimizer, step)
+    with pytest.raises(RecipeError, match="has changed 'bonus' of `param_groups`, but did not do so in the trial"):
+        list(optimizer_shards(optimizer))
