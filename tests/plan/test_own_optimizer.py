@@ -125,6 +125,12 @@ class OtherBeginnings(GroupCounts):
         self.param_groups[0]["total"] = 1
 
 
+class Shares(GroupCounts):
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.param_groups[1]["mean"] = self.param_groups[0]["mean"]
+
+
 class Integers(Plain):
     def update(self, weight, state):
         state["signs"] = weight.grad.sign().to(torch.int8)
@@ -273,6 +279,7 @@ def test_other_classes_need_whole_weights(folder, name, unit, others):
         ("Outside", "keeps something outside `state[parameter]`"),
         ("OtherBeginnings", "changes 'total' of `param_groups`, which begins with other values"),
         ("Listed", "'history', a value of type list, which is neither a tensor nor a number"),
+        ("Shares", "or shares a tensor between its groups"),
         ("Integers", "keeps 'signs' as torch.int8"),
         ("Named", "keeps a state under the name 'weight'"),
         ("Random", "trains other weights when it is run again"),

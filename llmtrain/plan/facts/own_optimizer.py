@@ -190,8 +190,9 @@ SEPARATE: Division = [[[(0, (6, 5))], [(0, (7,))]], [[(30, (4, 3, 2))], [(7, (3,
 class _Group(dict[str, Any]):
     """A parameter group that notes which entries are set."""
 
-    def __init__(self, group: Mapping[str, Any]) -> None:
-        super().__init__(group)
+    def __init__(self, group: dict[str, Any]) -> None:
+        """Copies the numbers, so that no tensor is one of two groups, as after loading a checkpoint."""
+        super().__init__(group | {name: copied(value) for name, value in numbers_of(group).items()})
         self.first = {name: copied(value) for name, value in numbers_of(group).items()}
         self.written: set[str] = set()
 
@@ -246,8 +247,9 @@ class _Trial:
         self._check_movement(whole)
         kept = self._kept(whole.optimizers[0])
         self._group_numbers = self._numbers_kept(whole)
-        if self._deviation(self._train(WHOLE), whole) > MAX_DEVIATION:
-            raise _refusal("code.repeats", f"{self._path} trains other weights when it is run again")
+        if self._deviation(self._train(WHOLE, as_built=True), whole) > MAX_DEVIATION:
+            message = f"{self._path} trains other weights when it is run again, or shares a tensor between its groups"
+            raise _refusal("code.repeats", message)
         self._check_continuation(whole)
         deviation = math.inf if makes_states_at_once else self._try(FLAT, whole)
         is_elementwise = deviation <= MAX_DEVIATION and not kept["others"]
@@ -261,7 +263,7 @@ class _Trial:
             **kept,
         )
 
-    def _build(self, groups: Sequence[Sequence[Tensor]]) -> Optimizer:
+    def _build(self, groups: Sequence[Sequence[Tensor]], as_built: bool = False) -> Optimizer:
         from torch import nn
 
         given: list[dict[str, Any]] = [
@@ -269,7 +271,8 @@ class _Trial:
             for group, decay in zip(groups, (DECAY, 0.0), strict=True)
         ]
         optimizer = build(given, self._path, self._options, RATE, self._folder)
-        optimizer.param_groups = [_Group(group) for group in optimizer.param_groups]
+        if not as_built:
+            optimizer.param_groups = [_Group(group) for group in optimizer.param_groups]
         return optimizer
 
     def _check_movement(self, run: _Run) -> None:
@@ -278,12 +281,23 @@ class _Trial:
         if not self._movement(run):
             raise _refusal("code.optimizer", f"{self._path} changed no weight")
 
-    def _train(self, division: Division, steps: int = STEPS, after: _Run | None = None, rate: float = RATE) -> _Run:
-        """Trains for some steps; after: a run of one object from whose states this one continues."""
+    def _train(
+        self,
+        division: Division,
+        steps: int = STEPS,
+        after: _Run | None = None,
+        rate: float = RATE,
+        as_built: bool = False,
+    ) -> _Run:
+        """Trains for some steps.
+
+        after: a run of one object from whose states this one continues. as_built: whether the object keeps its own
+        parameter groups, instead of a `_Group` for each.
+        """
         done = 0 if after is None else STEPS - steps
         run = _Run([group.clone() for group in (after.weights if after else self._first)])
         for groups in division:
-            optimizer = self._build(_parts(run.weights, groups))
+            optimizer = self._build(_parts(run.weights, groups), as_built)
             if after is not None:
                 self._copy_states(after.optimizers[0], optimizer)
             for step in range(done, done + steps):
