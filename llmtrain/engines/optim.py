@@ -16,7 +16,7 @@ from transformers import get_scheduler
 from llmtrain.engines.optimizers.adafactor import Adafactor
 from llmtrain.engines.optimizers.adamw_8bit import AdamW8bit
 from llmtrain.engines.optimizers.muon import Muon
-from llmtrain.engines.optimizers.own import own_optimizer
+from llmtrain.engines.optimizers.own import OwnOptimizer, own_optimizer
 from llmtrain.engines.optimizers.schedule_free import ScheduleFreeAdamW
 from llmtrain.engines.state.optimizer_shards import OptimizerShardLists, trained_tensors
 from llmtrain.engines.state.save_load import Locate, shape_of
@@ -105,11 +105,11 @@ def locate_shards(
 
 @contextmanager
 def averaged_weights(optimizer: Optimizer, outer: Any, changed: Callable[[], object]) -> Iterator[None]:
-    """Returns a context in which the model has averaged weights, if the optimizer averages (schedule-free AdamW).
+    """Returns a context in which the model has averaged weights, if the optimizer averages (as schedule-free AdamW).
 
     outer: DeepSpeed's optimizer around it, or itself. changed: called when the optimizer's weights have changed.
     """
-    if isinstance(optimizer, ScheduleFreeAdamW):
+    if isinstance(optimizer, ScheduleFreeAdamW | OwnOptimizer):
         with torch.no_grad(), optimizer.averaged(trained_tensors(outer), changed):
             yield
     else:

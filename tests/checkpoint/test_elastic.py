@@ -155,7 +155,7 @@ class Estimating(Optimizer):
     '''Goes as far as all weights together have gone, as Prodigy does; the groups hold what is known.'''
 
     def __init__(self, params, lr, weight_decay=0.0):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "d": 1e-4, "numerator": 0.0, "denominator": 0.0}
+        defaults = {"lr": lr, "weight_decay": weight_decay, "d": 0.02, "numerator": 0.0, "denominator": 0.0}
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ class Estimating(Optimizer):
             first = self.state[weight].setdefault("first", weight.clone())
             numerator += float(weight.grad.double().flatten() @ (first - weight).double().flatten())
             denominator += float(weight.grad.double().abs().sum())
-        d = max(d, numerator / denominator)
+        d += 100 * numerator / denominator
         for group in self.param_groups:
             group |= {"numerator": numerator, "denominator": denominator, "d": d}
         for weight in weights:

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from llmtrain.engines.guard import check_fused, skip_if
-from llmtrain.engines.optim import torch_optimizer
+from llmtrain.engines.optim import averaged_weights, torch_optimizer
 from llmtrain.engines.state.optimizer_shards import optimizer_shards
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.plan.facts.own_optimizer import TriedOptimizer, answer
 from llmtrain.recipe import OptimConfig
+from tests.helpers.own_optimizer import AVERAGING
 
 STEPS = 3
 
@@ -129,6 +130,13 @@ def estimating(folder: str, **options):
     return built(name, folder, TriedOptimizer(**tried), **options)
 
 
+def averaging():
+    name, folder = AVERAGING["optim.name"], AVERAGING["code_dir"]
+    tried = answer({"optimizer": name, "options": {}, "folder": folder})["tried"]
+    assert (tried["averages"], tried["unit"], tried["group_numbers"]) == (True, "element", {"k": "int"})
+    return built(name, folder, TriedOptimizer(**tried))
+
+
 def load(source, target) -> None:
     """Copies all values, as a checkpoint does."""
     for lists in zip(optimizer_shards(source), optimizer_shards(target), strict=True):
@@ -180,3 +188,31 @@ def test_a_number_that_the_trial_has_not_seen_changing_is_not_dropped_in_silence
         take(weights, optimizer, step)
     with pytest.raises(RecipeError, match="has changed 'bonus' of `param_groups`, but did not do so in the trial"):
         list(optimizer_shards(optimizer))
+
+
+def test_evaluations_read_the_averages_and_leave_no_trace():
+    """Also before the first step, and between the loading of a checkpoint and the next step."""
+    whole, first, second = averaging(), averaging(), averaging()
+    plain = averaging()
+    plain[1].__class__ = plain[1].__class__.__bases__[1]
+    for step in range(6):
+        for one in (plain, whole):
+            take(*one, step)
+        plain[1].eval()
+        means = [weight.clone() for weight in plain[0]]
+        plain[1].train()
+        for weight, ours in zip(plain[0], whole[0], strict=True):
+            weight.data.copy_(ours)  # without the rounding of the way there and back
+        weights, optimizer = first if step < 3 else second
+        list(optimizer_shards(optimizer))  # makes a state before the first step
+        with averaged_weights(optimizer, optimizer, lambda: None):
+            before = [weight.clone() for weight in weights]
+        take(weights, optimizer, step)
+        with averaged_weights(optimizer, optimizer, lambda: None):
+            assert all(torch.equal(ours, mean) for ours, mean in zip(weights, means, strict=True))
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(weights, whole[0], strict=True))
+        if step == 2:
+            load(optimizer, second[1])
+            with averaged_weights(second[1], second[1], lambda: None):
+                assert all(torch.equal(ours, mean) for ours, mean in zip(second[0], means, strict=True))
+        assert step == 0 or not torch.equal(before[0], weights[0])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,8 +14,18 @@ from torch.optim import Optimizer
 from llmtrain.engines.optimizers.guarded import Factor
 from llmtrain.engines.state.shards import WeightSlice
 from llmtrain.errors import CheckpointError, Problem, RecipeError
-from llmtrain.plan.facts.own_optimizer import FIELD, TriedOptimizer, build, copied, is_number, numbers_of, type_of
-from llmtrain.recipe import OptimConfig
+from llmtrain.plan.facts.own_optimizer import (
+    FIELD,
+    TriedOptimizer,
+    averages,
+    build,
+    copied,
+    is_number,
+    numbers_of,
+    switch_to,
+    type_of,
+)
+from llmtrain.recipe import OptimConfig, Recipe
 from llmtrain.recipe.own_code import own_code_errors
 
 OF_GROUP = "group_"
@@ -38,6 +49,27 @@ def own_optimizer(
     optimizer.prepare(optim.name, code_dir, build_with, tried.group_numbers if tried else {})
     own: OwnOptimizer = optimizer
     return own
+
+
+def averaged_weight(weight: Tensor, states: dict[str, Tensor], recipe: Recipe, tried: TriedOptimizer) -> Tensor:
+    """Returns the average that an optimizer has of a weight, from what a checkpoint holds of it.
+
+    weight: whole. states: by kind. tried: what the optimizer's trial found.
+    """
+    optim = recipe.optim
+    parameter = nn.Parameter(weight.clone())
+    decay = optim.weight_decay if weight.ndim > 1 else 0.0
+    groups = [{"params": [parameter], "weight_decay": decay}]
+    optimizer: Any = build(groups, optim.name, optim.options, optim.lr, recipe.code_dir)
+    for name, kind in tried.group_numbers.items():
+        number = states.pop(OF_GROUP + name).item()
+        if not math.isnan(number):
+            optimizer.param_groups[0][name] = _number(kind, number)
+    optimizer.state[parameter] = {
+        name: state.item() if name in tried.scalars else state for name, state in states.items()
+    }
+    switch_to("eval", optimizer, optim.name, recipe.code_dir)
+    return parameter.detach()
 
 
 class OwnOptimizer(Optimizer):
@@ -70,17 +102,15 @@ class OwnOptimizer(Optimizer):
             {name: copied(value) for name, value in numbers_of(group).items()} for group in self.param_groups
         ]
         self._numbers: dict[Tensor, dict[str, Any]] = {}
+        self._is_averaged = False
+        self._group_of: dict[Tensor, dict[str, Any]] = {}
 
     def step(self, closure: Any = None) -> Any:
         """Takes an update, unless `found_inf` is 1. Raises RecipeError, with the user's line, if the class fails."""
         found_inf: Tensor | None = vars(self).pop("found_inf", None)
         if found_inf is not None and bool(found_inf):
             return None
-        self._take_back()
-        for tensor in self._made:
-            if not self._updates[tensor]:  # nothing was loaded: the class begins with a state of its own
-                self.state.pop(tensor, None)
-        self._made.clear()
+        self._begin()
         groups = self.param_groups
         self.param_groups = [group for group in groups if group["params"]] or groups  # ZeRO-3 empties the others
         if self._group_numbers:
@@ -100,12 +130,55 @@ class OwnOptimizer(Optimizer):
     step = Optimizer.profile_hook_step(step)
     step.hooked = True  # type: ignore[attr-defined]
 
+    @contextmanager
+    def averaged(self, trained: list[Tensor], changed: Callable[[], object]) -> Iterator[None]:
+        """Calls the class's `eval` before the context, and `train` after it; all weights then have the same bits again.
+
+        trained: all that this optimizer trains on this rank. changed: called after each of the two, by all ranks.
+        """
+        if self._is_averaged or not averages(self):
+            yield
+            return
+        self._begin()
+        groups, known = self.param_groups, [tensor for tensor in trained if tensor in self._group_of]
+        # A group for each tensor, because ZeRO-3 leaves the groups empty.
+        apart = [{**self._group_of[one], **self._numbers_of(one), "params": [one]} for one in known]
+        weights = [tensor.clone() for tensor in known]
+
+        def switch(mode: str) -> None:
+            self.param_groups = apart
+            try:
+                switch_to(mode, self, self._path, self._code_dir)
+            finally:
+                self.param_groups = groups
+
+        switch("eval")
+        changed()
+        self._is_averaged = True
+        try:
+            yield
+        finally:
+            self._is_averaged = False
+            switch("train")
+            for tensor, value in zip(known, weights, strict=True):
+                tensor.copy_(value)
+            changed()
+
+    def _begin(self) -> None:
+        """Takes loaded values, and drops made states into which none were loaded: the class begins with its own."""
+        self._take_back()
+        for tensor in self._made:
+            if not self._updates[tensor]:
+                self.state.pop(tensor, None)
+        self._made.clear()
+
     def make_state(self, trained: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a tensor; if it has none, one with the names and shapes that an update gives it.
 
         That one is dropped before the next update, unless values are loaded into it. group: the tensor's group.
         """
         self._check_numbers(group)
+        self._group_of[trained] = group
         state: dict[str, Any] = self.state[trained]
         if state:
             return state
@@ -164,8 +237,8 @@ class OwnOptimizer(Optimizer):
         for group in self.param_groups:
             numbers = {name: group[name] for name in self._group_numbers if name in group}
             for tensor in group["params"]:
-                if numbers:
-                    self._numbers[tensor] = numbers
+                self._group_of[tensor] = group
+                self._numbers[tensor] = numbers
                 if tensor.grad is not None:
                     self._updates[tensor] = self._updates.get(tensor, 0) + 1
 

@@ -68,6 +68,8 @@ class TriedOptimizer(Part):
     element."""
     decays: bool = True
     """Whether it has a `weight_decay`."""
+    averages: bool = False
+    """Whether its `eval()` puts averaged weights into the model, and `train()` the trained ones again."""
 
     @property
     def state_bytes(self) -> int:
@@ -113,8 +115,8 @@ def build(
 ) -> Optimizer:
     """Returns the optimizer that a class or function makes for parameter groups.
 
-    groups: with `params` and `weight_decay`. path: that of the class or function; options: its arguments. rate: `lr`.
-    Raises RecipeError if it cannot be built, or has other groups than these.
+    It is ready to train. groups: with `params` and `weight_decay`. path: that of the class or function; options: its
+    arguments. rate: `lr`. Raises RecipeError if it cannot be built, or has other groups than these.
     """
     from torch.optim import Optimizer
 
@@ -141,7 +143,20 @@ def build(
     if [decay for _, decay in found] != [decay for _, decay in given]:
         message = f"{path} sets `weight_decay` of its groups to other values than it got: use optim.weight_decay"
         raise _refusal("code.optimizer", message)
+    switch_to("train", optimizer, path, folder)
     return optimizer
+
+
+def averages(optimizer: Any) -> bool:
+    """Whether an optimizer has `train` and `eval`, as schedule-free ones have."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
+
+
+def switch_to(mode: str, optimizer: Any, path: str, folder: str | None) -> None:
+    """Calls `train` or `eval` of an optimizer that has both. path, folder: for errors."""
+    if averages(optimizer):
+        with own_code_errors(path, folder, FIELD, f"fails in {mode}()"):
+            getattr(optimizer, mode)()
 
 
 def _counts(groups: list[tuple[list[int], Any]]) -> str:
@@ -215,6 +230,8 @@ class _Run:
 
     weights: list[Tensor]
     optimizers: list[Optimizer] = field(default_factory=list)
+    divisions: Division = field(default_factory=list)
+    averaged: list[Tensor] | None = None
 
     @property
     def groups(self) -> list[list[_Group]]:
@@ -241,7 +258,7 @@ class _Trial:
     def result(self) -> TriedOptimizer:
         """Returns what was found. Raises RecipeError for a class that could not be trained with, or continued."""
         optimizer = self._build(_parts(self._first, WHOLE[0]))
-        makes_states_at_once = bool(optimizer.state)
+        makes_states_at_once = any(optimizer.state.values())
         with own_code_errors(self._path, self._folder, FIELD, "fails in a step"):
             whole = self._train(WHOLE)
         self._check_movement(whole)
@@ -260,6 +277,7 @@ class _Trial:
             deviation=min(deviation, 1e9),
             group_numbers=self._group_numbers,
             decays="weight_decay" in optimizer.defaults,
+            averages=averages(optimizer),
             **kept,
         )
 
@@ -298,15 +316,28 @@ class _Trial:
         run = _Run([group.clone() for group in (after.weights if after else self._first)])
         for groups in division:
             optimizer = self._build(_parts(run.weights, groups), as_built)
+            run.divisions.append(groups)
             if after is not None:
                 self._copy_states(after.optimizers[0], optimizer)
             for step in range(done, done + steps):
                 self._step(optimizer, groups, step, rate, by_group=division is FLAT)
-            for weights, pieces, group in zip(run.weights, groups, optimizer.param_groups, strict=True):
-                for (first, shape), parameter in zip(pieces, group["params"], strict=True):
-                    weights[first : first + math.prod(shape)] = parameter.detach().flatten()
+            _write(optimizer, groups, run.weights)
             run.optimizers.append(optimizer)
         return run
+
+    def _averaged(self, run: _Run) -> list[Tensor]:
+        """Returns the weights of evaluations. Raises RecipeError if states are other ones after them."""
+        if run.averaged is None:
+            run.averaged = [group.clone() for group in run.weights]
+            for optimizer, groups in zip(run.optimizers, run.divisions, strict=True):
+                before = _states(optimizer)
+                switch_to("eval", optimizer, self._path, self._folder)
+                _write(optimizer, groups, run.averaged)
+                switch_to("train", optimizer, self._path, self._folder)
+                if any(float((a - b).abs().max()) for a, b in zip(before, _states(optimizer), strict=True)):
+                    message = f"{self._path} has other states after eval() and train() than before"
+                    raise _refusal("code.state", f"{message}, so evaluations would change the run")
+        return run.averaged
 
     def _step(self, optimizer: Optimizer, groups: list[list[Piece]], step: int, rate: float, by_group: bool) -> None:
         """by_group: whether to update one group after the other, as ZeRO does."""
@@ -405,7 +436,9 @@ class _Trial:
             for group, expected in zip(groups, other.groups[0], strict=True)
             for name in self._group_numbers
         ]
-        return max(value if math.isfinite(value) else math.inf for value in (of_weights, *of_numbers))
+        pairs = zip(self._averaged(run), self._averaged(other), strict=True)
+        of_averages = max(float((a - b).abs().max()) for a, b in pairs) / self._movement(other)
+        return max(value if math.isfinite(value) else math.inf for value in (of_weights, of_averages, *of_numbers))
 
     def _movement(self, run: _Run) -> float:
         return max(float((a - b).abs().max()) for a, b in zip(run.weights, self._first, strict=True))
@@ -417,6 +450,19 @@ def _parts(weights: list[Tensor], groups: list[list[Piece]]) -> list[list[Tensor
         [group[first : first + math.prod(shape)].view(shape).clone() for first, shape in pieces]
         for group, pieces in zip(weights, groups, strict=True)
     ]
+
+
+def _write(optimizer: Optimizer, groups: list[list[Piece]], weights: list[Tensor]) -> None:
+    """Writes the pieces that an object holds to their places."""
+    for target, pieces, group in zip(weights, groups, optimizer.param_groups, strict=True):
+        for (first, shape), parameter in zip(pieces, group["params"], strict=True):
+            target[first : first + math.prod(shape)] = parameter.detach().flatten()
+
+
+def _states(optimizer: Optimizer) -> list[Tensor]:
+    """Returns copies of the tensors among the states."""
+    states = (state for parameter in _parameters(optimizer) for state in optimizer.state[parameter].values())
+    return [state.clone() for state in states if hasattr(state, "clone")]
 
 
 def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:

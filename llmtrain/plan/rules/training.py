@@ -225,12 +225,12 @@ def optim_schedule_free_mean(draft: Draft) -> Iterator[Fault]:
 
 @rule("optim.schedule_free_kto", "read")
 def optim_schedule_free_kto(draft: Draft) -> Iterator[Fault]:
-    """Refuses KTO with schedule-free AdamW. It estimates its divergence in evaluation passes, which read the averaged
-    weights instead of the trained ones."""
-    recipe = draft.recipe
-    if recipe.optim.name == "schedule_free_adamw" and recipe.objective.name == "kto":
+    """Refuses KTO with optimizers that average, as schedule-free AdamW does. KTO estimates its divergence in evaluation
+    passes, which read the averaged weights instead of the trained ones."""
+    recipe, own = draft.recipe, draft.optimizer
+    if recipe.objective.name == "kto" and (recipe.optim.name == "schedule_free_adamw" or (own and own.averages)):
         message = (
-            "'schedule_free_adamw' is not supported with KTO, which would estimate its divergence on averaged weights"
+            f"{recipe.optim.name} is not supported with KTO, which would estimate its divergence on averaged weights"
         )
         yield Fault("optim.name", message, assignment(optim__name="adamw"))
 
