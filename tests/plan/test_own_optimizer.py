@@ -131,6 +131,19 @@ class Shares(GroupCounts):
         self.param_groups[1]["mean"] = self.param_groups[0]["mean"]
 
 
+class ForgetsPoint(Plain):
+    def update(self, weight, state):
+        state["point"] = state.get("point", weight.detach()) + 1
+        return weight.grad
+
+    def eval(self):
+        for state in self.state.values():
+            state["point"] = state["point"] * 2
+
+    def train(self):
+        pass
+
+
 class Integers(Plain):
     def update(self, weight, state):
         state["signs"] = weight.grad.sign().to(torch.int8)
@@ -204,12 +217,19 @@ def sets_decay(groups, lr):
 """
 
 
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory):
+    """A folder with a module. Tests share it, so that each class is tried once."""
+    path = tmp_path_factory.mktemp("mine")
+    (path / "mine.py").write_text(MINE)
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder with a module, and an empty cache."""
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "mine.py").write_text(MINE)
-    return tmp_path
+def folder(shared_folder, monkeypatch):
+    """The folder, with its cache."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(shared_folder / "cache"))
+    return shared_folder
 
 
 @pytest.fixture(autouse=True)
@@ -280,6 +300,7 @@ def test_other_classes_need_whole_weights(folder, name, unit, others):
         ("OtherBeginnings", "changes 'total' of `param_groups`, which begins with other values"),
         ("Listed", "'history', a value of type list, which is neither a tensor nor a number"),
         ("Shares", "or shares a tensor between its groups"),
+        ("ForgetsPoint", "has other states after eval() and train() than before"),
         ("Integers", "keeps 'signs' as torch.int8"),
         ("Named", "keeps a state under the name 'weight'"),
         ("Random", "trains other weights when it is run again"),
@@ -361,7 +382,10 @@ def test_memory_counts_the_bytes_of_the_states(folder):
     }
 
 
-def test_the_result_is_kept_until_the_code_changes(folder, monkeypatch):
+def test_the_result_is_kept_until_the_code_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path
+    (folder / "mine.py").write_text(MINE)
     assert tried(folder, "Counting").unit == "element"
     monkeypatch.setattr(own_optimizer, "run_helper", None)
     assert tried(folder, "Counting").unit == "element"

@@ -36,8 +36,6 @@ ROW_FUNCTIONS = frozenset({"reader", "filter", "map"})
 
 _version = cache(installed_version)
 """A search asks thousands of times; what this process has imported keeps its version."""
-_distributions = cache(packages_distributions)
-"""Reads the list of files of every installed package, which takes half a second."""
 
 
 class OwnCode(Part):
@@ -179,6 +177,7 @@ def check_schedule(recipe: Recipe) -> None:
 def identified(roots: set[str], folder: str | None) -> OwnCode:
     """Returns the files and versions of the loaded modules that are in a folder or in packages of these names."""
     files, packages = {}, {}
+    distributions = packages_distributions()
     for name, file in _loaded_files():
         root = name.partition(".")[0]
         is_installed = "site-packages" in file.parts or "dist-packages" in file.parts
@@ -186,7 +185,7 @@ def identified(roots: set[str], folder: str | None) -> OwnCode:
         if root == "llmtrain" or root in sys.stdlib_module_names or not (is_own or root in roots):
             continue
         if is_installed:
-            for package in _distributions().get(root, ()):
+            for package in distributions.get(root, ()):
                 packages[package] = _version(package) or ""
         else:
             key = str(file.relative_to(str(folder))) if is_own else str(file)
