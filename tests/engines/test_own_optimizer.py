@@ -8,9 +8,10 @@ from torch import nn
 
 from llmtrain.engines.guard import check_fused, skip_if
 from llmtrain.engines.optim import averaged_weights, torch_optimizer
+from llmtrain.engines.optimizers.own import OwnOptimizer
 from llmtrain.engines.state.optimizer_shards import optimizer_shards
 from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.plan.facts.own_optimizer import TriedOptimizer, answer
+from llmtrain.plan.facts.own_optimizer import RESERVED, TriedOptimizer, answer
 from llmtrain.recipe import OptimConfig
 from tests.helpers.own_optimizer import AVERAGING
 
@@ -48,6 +49,10 @@ def test_a_checkpoint_before_the_first_step_changes_nothing(name):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(saved[0], plain[0], strict=True))
     (shards,) = optimizer_shards(saved[1])
     assert all(shard.steps.item() == STEPS for shard in shards)
+
+
+def test_methods_that_an_object_gets_are_reserved():
+    assert {*RESERVED, "step"} == {name for name in vars(OwnOptimizer) if not name.startswith("_")}
 
 
 def test_states_are_listed_by_their_shapes():

@@ -196,6 +196,12 @@ def make(groups, lr, power=2.0, kind=GroupCounts):
     return kind(groups, lr=lr, power=power)
 
 
+def reserved(groups, lr):
+    optimizer = Plain(groups, lr=lr)
+    optimizer.updates = 0
+    return optimizer
+
+
 def wraps(groups, lr):
     return Wrapper(Plain(groups, lr=lr))
 
@@ -309,6 +315,7 @@ def test_other_classes_need_whole_weights(folder, name, unit, others):
         ("Idle", "changed no weight"),
         ("Wrapper", "not a subclass of torch.optim.Optimizer"),
         ("wraps", "one that wraps an optimizer is not supported"),
+        ("reserved", "has an attribute updates, which llmtrain uses otherwise"),
         ("regroups", "has other parameter groups than it got: 4 weights instead of 2 + 2"),
         ("drops", "has other parameter groups than it got: 2 weights instead of 2 + 2"),
         ("sets_rate", "sets `lr` of its groups to other values than it got"),

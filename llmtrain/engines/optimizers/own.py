@@ -80,6 +80,8 @@ class OwnOptimizer(Optimizer):
 
     DeepSpeed updates parts of a group one after the other (ZeRO-3). Each of them sees the numbers of the group as its
     own last update left them.
+
+    Attributes begin with two underscores, so that they differ from those of the class; it has no method in `RESERVED`.
     """
 
     def prepare(
@@ -93,35 +95,35 @@ class OwnOptimizer(Optimizer):
 
         path, code_dir: for messages. build: builds another object. group_numbers: as in `TriedOptimizer`.
         """
-        self._path, self._code_dir, self._build, self._group_numbers = path, code_dir, build, group_numbers
+        self.__path, self.__code_dir, self.__build, self.__group_numbers = path, code_dir, build, group_numbers
         self._step_supports_amp_scaling = False  # torch's scaler divides the gradients and drops updates itself
-        self._updates: dict[Tensor, int] = {}
-        self._made: set[Tensor] = set()
-        self._shown: list[tuple[dict[Any, Any], Any, Tensor]] = []
-        self._first = [
+        self.__updates: dict[Tensor, int] = {}
+        self.__made: set[Tensor] = set()
+        self.__shown: list[tuple[dict[Any, Any], Any, Tensor]] = []
+        self.__first = [
             {name: copied(value) for name, value in numbers_of(group).items()} for group in self.param_groups
         ]
-        self._numbers: dict[Tensor, dict[str, Any]] = {}
-        self._is_averaged = False
-        self._group_of: dict[Tensor, dict[str, Any]] = {}
+        self.__numbers: dict[Tensor, dict[str, Any]] = {}
+        self.__is_averaged = False
+        self.__group_of: dict[Tensor, dict[str, Any]] = {}
 
     def step(self, closure: Any = None) -> Any:
         """Takes an update, unless `found_inf` is 1. Raises RecipeError, with the user's line, if the class fails."""
         found_inf: Tensor | None = vars(self).pop("found_inf", None)
         if found_inf is not None and bool(found_inf):
             return None
-        self._begin()
+        self.__begin()
         groups = self.param_groups
         self.param_groups = [group for group in groups if group["params"]] or groups  # ZeRO-3 empties the others
-        if self._group_numbers:
-            self._set_numbers()
+        if self.__group_numbers:
+            self.__set_numbers()
         try:
-            with own_code_errors(self._path, self._code_dir, FIELD, "fails in a step"):
+            with own_code_errors(self.__path, self.__code_dir, FIELD, "fails in a step"):
                 step = super().step.__func__  # type: ignore[attr-defined]
                 # torch wraps `step` of a class in hooks when an object of it is built; those of this object have run.
                 step = step.__wrapped__ if getattr(step, "hooked", False) else step
                 result = step(self) if closure is None else step(self, closure)
-            self._keep_numbers()
+            self.__keep_numbers()
         finally:
             self.param_groups = groups
         return result
@@ -136,65 +138,65 @@ class OwnOptimizer(Optimizer):
 
         trained: all that this optimizer trains on this rank. changed: called after each of the two, by all ranks.
         """
-        if self._is_averaged or not averages(self):
+        if self.__is_averaged or not averages(self):
             yield
             return
-        self._begin()
-        groups, known = self.param_groups, [tensor for tensor in trained if tensor in self._group_of]
+        self.__begin()
+        groups, known = self.param_groups, [tensor for tensor in trained if tensor in self.__group_of]
         # A group for each tensor, because ZeRO-3 leaves the groups empty.
-        apart = [{**self._group_of[one], **self._numbers_of(one), "params": [one]} for one in known]
+        apart = [{**self.__group_of[one], **self.__numbers_of(one), "params": [one]} for one in known]
         weights = [tensor.clone() for tensor in known]
 
         def switch(mode: str) -> None:
             self.param_groups = apart
             try:
-                switch_to(mode, self, self._path, self._code_dir)
+                switch_to(mode, self, self.__path, self.__code_dir)
             finally:
                 self.param_groups = groups
 
         switch("eval")
         changed()
-        self._is_averaged = True
+        self.__is_averaged = True
         try:
             yield
         finally:
-            self._is_averaged = False
+            self.__is_averaged = False
             switch("train")
             for tensor, value in zip(known, weights, strict=True):
                 tensor.copy_(value)
             changed()
 
-    def _begin(self) -> None:
+    def __begin(self) -> None:
         """Takes loaded values, and drops made states into which none were loaded: the class begins with its own."""
-        self._take_back()
-        for tensor in self._made:
-            if not self._updates[tensor]:
+        self.__take_back()
+        for tensor in self.__made:
+            if not self.__updates[tensor]:
                 self.state.pop(tensor, None)
-        self._made.clear()
+        self.__made.clear()
 
     def make_state(self, trained: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Returns the state of a tensor; if it has none, one with the names and shapes that an update gives it.
 
         That one is dropped before the next update, unless values are loaded into it. group: the tensor's group.
         """
-        self._check_numbers(group)
-        self._group_of[trained] = group
+        self.__check_numbers(group)
+        self.__group_of[trained] = group
         state: dict[str, Any] = self.state[trained]
         if state:
             return state
-        self._made.add(trained)
+        self.__made.add(trained)
         alone = nn.Parameter(trained.detach().clone())
         alone.grad = torch.ones_like(alone)  # a class may divide by it, or do nothing without one
-        another = self._build([{"params": [alone], "weight_decay": group["weight_decay"]}])
-        with own_code_errors(self._path, self._code_dir, FIELD, "fails in a step"):
+        another = self.__build([{"params": [alone], "weight_decay": group["weight_decay"]}])
+        with own_code_errors(self.__path, self.__code_dir, FIELD, "fails in a step"):
             another.step()
         state.update(another.state[alone])
         return state
 
     def updates(self, trained: Tensor) -> Tensor:
         """Returns the number of updates of a tensor; what is written to it takes effect before the next one."""
-        self._updates.setdefault(trained, 0)
-        return self._show(self._updates, trained)
+        self.__updates.setdefault(trained, 0)
+        return self.__show(self.__updates, trained)
 
     def factors(self, trained: Tensor) -> dict[str, Factor]:
         """Returns the states of a tensor that do not have its shape, by name: numbers, and tensors of other shapes.
@@ -205,72 +207,72 @@ class OwnOptimizer(Optimizer):
         state = self.state[trained]
         for name, value in state.items():
             if is_number(value) and not (isinstance(value, Tensor) and value.is_floating_point()):
-                value = self._show(state, name)
+                value = self.__show(state, name)
             if isinstance(value, Tensor) and value.shape != trained.shape:
                 whole = WeightSlice.whole(value.shape or (1,))
                 found[name] = Factor(whole, 0, value.detach().view(-1))
-        for name in self._group_numbers:
-            shown = self._show(self._numbers_of(trained), name)
+        for name in self.__group_numbers:
+            shown = self.__show(self.__numbers_of(trained), name)
             found[OF_GROUP + name] = Factor(WeightSlice.whole((1,)), 0, shown.view(-1))
         return found
 
-    def _numbers_of(self, trained: Tensor) -> dict[str, Any]:
+    def __numbers_of(self, trained: Tensor) -> dict[str, Any]:
         """Returns the numbers of its group with which the next update of a tensor begins."""
-        if trained not in self._numbers:
-            first = self._first[0]  # in the others, numbers that change begin with the same values
-            self._numbers[trained] = {name: copied(first[name]) for name in self._group_numbers if name in first}
-        return self._numbers[trained]
+        if trained not in self.__numbers:
+            first = self.__first[0]  # in the others, numbers that change begin with the same values
+            self.__numbers[trained] = {name: copied(first[name]) for name in self.__group_numbers if name in first}
+        return self.__numbers[trained]
 
-    def _set_numbers(self) -> None:
+    def __set_numbers(self) -> None:
         for group in self.param_groups:
             if not group["params"]:
                 continue
-            numbers, *others = (self._numbers_of(tensor) for tensor in group["params"])
+            numbers, *others = (self.__numbers_of(tensor) for tensor in group["params"])
             if any(other is not numbers and other != numbers for other in others):
-                message = f"has other numbers of {self._path} for some weights of a group than for others"
+                message = f"has other numbers of {self.__path} for some weights of a group than for others"
                 raise CheckpointError(Problem("checkpoint.content", FIELD, message))
-            for name in self._group_numbers:
+            for name in self.__group_numbers:
                 group.pop(name, None)
             group.update(numbers)
 
-    def _keep_numbers(self) -> None:
+    def __keep_numbers(self) -> None:
         for group in self.param_groups:
-            numbers = {name: group[name] for name in self._group_numbers if name in group}
+            numbers = {name: group[name] for name in self.__group_numbers if name in group}
             for tensor in group["params"]:
-                self._group_of[tensor] = group
-                self._numbers[tensor] = numbers
+                self.__group_of[tensor] = group
+                self.__numbers[tensor] = numbers
                 if tensor.grad is not None:
-                    self._updates[tensor] = self._updates.get(tensor, 0) + 1
+                    self.__updates[tensor] = self.__updates.get(tensor, 0) + 1
 
-    def _check_numbers(self, group: dict[str, Any]) -> None:
+    def __check_numbers(self, group: dict[str, Any]) -> None:
         """Raises RecipeError if a number of a group has changed that did not change in the trial."""
         for name, value in numbers_of(group).items():
-            first = [numbers[name] for numbers in self._first if name in numbers]
-            if name not in self._group_numbers and first and value not in first:
+            first = [numbers[name] for numbers in self.__first if name in numbers]
+            if name not in self.__group_numbers and first and value not in first:
                 message = (
-                    f"{self._path} has changed {name!r} of `param_groups`, but did not do so in the trial before the "
+                    f"{self.__path} has changed {name!r} of `param_groups`, but did not do so in the trial before the "
                     "run, so a checkpoint would not hold it; set it in every step"
                 )
                 raise RecipeError(Problem("code.state", FIELD, message))
 
-    def _show(self, values: dict[Any, Any], key: Any) -> Tensor:
+    def __show(self, values: dict[Any, Any], key: Any) -> Tensor:
         """Returns a number as a scalar, from which it is taken back before the next update; NaN if it is missing."""
-        for shown, name, tensor in self._shown:
+        for shown, name, tensor in self.__shown:
             if shown is values and name is key:
                 return tensor
-        self._shown.append((values, key, torch.tensor(float(values.get(key, math.nan)), dtype=torch.float64)))
-        return self._shown[-1][2]
+        self.__shown.append((values, key, torch.tensor(float(values.get(key, math.nan)), dtype=torch.float64)))
+        return self.__shown[-1][2]
 
-    def _take_back(self) -> None:
-        for values, key, tensor in self._shown:
+    def __take_back(self) -> None:
+        for values, key, tensor in self.__shown:
             value, number = values.get(key), tensor.item()
             if isinstance(value, Tensor):
                 value.fill_(number)
-            elif math.isnan(number) and key in self._group_numbers and key not in self._first[0]:
+            elif math.isnan(number) and key in self.__group_numbers and key not in self.__first[0]:
                 values.pop(key, None)
             else:
-                values[key] = _number(self._group_numbers[key] if value is None else type_of(value), number)
-        self._shown.clear()
+                values[key] = _number(self.__group_numbers[key] if value is None else type_of(value), number)
+        self.__shown.clear()
 
 
 def _number(kind: str, number: float) -> Any:

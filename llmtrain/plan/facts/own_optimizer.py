@@ -42,6 +42,8 @@ move by `RATE` in a step have rounding errors of 2⁻²⁴ · `SIZE` / `RATE` �
 elements of the weight, or on their number, differs by a share of itself."""
 SCHEDULED = frozenset({"params", "lr", "initial_lr", "weight_decay"})
 """Entries of a parameter group that the recipe determines."""
+RESERVED = ("prepare", "averaged", "make_state", "updates", "factors")
+"""Methods that an engine adds to the object (`engines/optimizers/own.py`)."""
 _NAME = re.compile(r"\w{1,90}")
 """Names of states that the header of a checkpoint's file allows."""
 
@@ -129,6 +131,9 @@ def build(
     if not isinstance(optimizer, Optimizer):
         message = f"{path} returns {format_value(optimizer)}, whose class is no subclass of torch.optim.Optimizer"
         raise _refusal("code.kind", f"{message}: one that wraps an optimizer is not supported")
+    if taken := [name for name in RESERVED if hasattr(optimizer, name)]:
+        message = f"{path} has an attribute {' and '.join(taken)}, which llmtrain uses otherwise: choose another name"
+        raise _refusal("code.optimizer", message)
     found = [
         ([id(weight) for weight in group["params"]], group.get("weight_decay")) for group in optimizer.param_groups
     ]
@@ -154,8 +159,10 @@ def averages(optimizer: Any) -> bool:
 
 def switch_to(mode: str, optimizer: Any, path: str, folder: str | None) -> None:
     """Calls `train` or `eval` of an optimizer that has both. path, folder: for errors."""
+    import torch
+
     if averages(optimizer):
-        with own_code_errors(path, folder, FIELD, f"fails in {mode}()"):
+        with torch.no_grad(), own_code_errors(path, folder, FIELD, f"fails in {mode}()"):
             getattr(optimizer, mode)()
 
 
