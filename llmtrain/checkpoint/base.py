@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from llmtrain.engines.optimizers.own import averaged_weight
 from llmtrain.engines.optimizers.schedule_free import mean_of
 from llmtrain.engines.runtime.agree import broadcast
 from llmtrain.engines.runtime.distributed import rank
@@ -25,6 +26,7 @@ from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, hash_of_weights, read_pretrained
 from llmtrain.plan import Plan
 from llmtrain.plan.facts.model_facts import pretrained_folder
+from llmtrain.plan.facts.own_optimizer import TriedOptimizer
 from llmtrain.plan.optimizers import POINT, optimizer_of
 from llmtrain.system.piece_headers import WEIGHT
 
@@ -67,19 +69,33 @@ def export_reader(checkpoint: Path, plan: Plan) -> CheckpointReader:
 
 
 class ExportReader(CheckpointReader):
-    """Reads the weights to export: the averaged ones, if the optimizer averages (schedule-free AdamW)."""
+    """Reads the weights to export: the averaged ones, if the optimizer averages (as schedule-free AdamW)."""
 
     def __init__(self, folder: Path, plan: Plan) -> None:
         super().__init__(folder)
         optim = plan.recipe.optim
         self._beta = optim.betas[0] if POINT in optimizer_of(optim).states(optim) else None
+        self._recipe = plan.recipe
+        self._own = plan.optimizer if plan.optimizer and plan.optimizer.averages else None
 
     def whole(self, name: str, kind: str = WEIGHT) -> Tensor:
         """Returns a whole weight, flat, on the CPU."""
         weight = super().whole(name, kind)
+        if self._own and kind == WEIGHT:
+            return self._averaged_by_own(name, weight, self._own)
         if self._beta is None or kind != WEIGHT or not any(POINT in shard.kinds for shard in self.shards[name]):
             return weight
         return mean_of(weight, super().whole(name, POINT), self._beta)
+
+    def _averaged_by_own(self, name: str, weight: Tensor, tried: TriedOptimizer) -> Tensor:
+        kinds = {kind: shard for shard in self.shards[name] for kind in shard.kinds}
+        if not kinds[WEIGHT].steps:  # untrained, or not yet
+            return weight
+        shapes = {kind: shard.weight_slice.shape for kind, shard in kinds.items()}
+        states = {
+            kind: super(ExportReader, self).whole(name, kind).view(shapes[kind]) for kind in kinds.keys() - {WEIGHT}
+        }
+        return averaged_weight(weight.view(shapes[WEIGHT]), states, self._recipe, tried).flatten()
 
 
 class ReaderWithBase(ExportReader):

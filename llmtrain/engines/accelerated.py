@@ -58,7 +58,7 @@ class Accelerated(PlainLoop):
         self._weight_dtype = weight_dtype(plan.recipe.parallel.precision)
         self.is_sharded = plan.recipe.parallel.strategy == "fsdp2"
         self.replica = ReplicaIndex.of_rank(None)
-        super().__init__(plain_model(plan, device), plan.recipe)
+        super().__init__(plain_model(plan, device), plan.recipe, plan.optimizer)
 
     def _distribute(self, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Lets accelerate wrap or shard the model. It would advance a schedule once for each process."""
@@ -131,7 +131,8 @@ def initialise_deepspeed(
             scheduler = DummyScheduler(optimizer, lr_scheduler_callable=lambda inner: schedule(inner, plan.recipe))
             engine = accelerator.prepare(module, optimizer, scheduler)[0]
         else:
-            engine = accelerator.prepare(module, torch_optimizer(groups, optim, code_dir=plan.recipe.code_dir))[0]
+            own = torch_optimizer(groups, optim, code_dir=plan.recipe.code_dir, tried=plan.optimizer)
+            engine = accelerator.prepare(module, own)[0]
             # With an optimizer object, accelerate ignores a schedule for DeepSpeed.
             use_schedule(engine, schedule(engine.basic_optimizer, plan.recipe))
     # Otherwise `transformers` would partition the next model that this process builds.

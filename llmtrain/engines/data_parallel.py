@@ -32,7 +32,7 @@ class DataParallel(PlainLoop):
         # On a CPU there is nothing to distribute over; by default, DataParallel would use any visible GPUs.
         on_gpus = [torch.device("cuda", index) for index in range(plan.cluster.devices_per_node)]
         self.devices = on_gpus if device.type == "cuda" else [device]
-        super().__init__(plain_model(plan, device), plan.recipe)
+        super().__init__(plain_model(plan, device), plan.recipe, plan.optimizer)
 
     def _distribute(self, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Wraps the model with its loss; the optimizer remains as it is."""

@@ -38,7 +38,7 @@ class Horovod(PlainLoop):
         self.replica = ReplicaIndex.of_rank(None)
         self._backend = "nccl" if device.type == "cuda" and hvd.nccl_built() else "gloo"
         self._accumulation = plan.batch.gradient_accumulation_steps
-        super().__init__(plain_model(plan, device), plan.recipe)
+        super().__init__(plain_model(plan, device), plan.recipe, plan.optimizer)
 
     def _distribute(self, optimizer: Optimizer, trained: dict[str, nn.Parameter]) -> Optimizer:
         """Broadcasts rank 0's weights to all ranks; returns the optimizer wrapped by Horovod."""

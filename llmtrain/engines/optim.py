@@ -16,12 +16,13 @@ from transformers import get_scheduler
 from llmtrain.engines.optimizers.adafactor import Adafactor
 from llmtrain.engines.optimizers.adamw_8bit import AdamW8bit
 from llmtrain.engines.optimizers.muon import Muon
-from llmtrain.engines.optimizers.own import own_optimizer
+from llmtrain.engines.optimizers.own import OwnOptimizer, own_optimizer
 from llmtrain.engines.optimizers.schedule_free import ScheduleFreeAdamW
 from llmtrain.engines.state.optimizer_shards import OptimizerShardLists, trained_tensors
 from llmtrain.engines.state.save_load import Locate, shape_of
 from llmtrain.models.adapter import weight_name
 from llmtrain.overrides.torch import ShardedSGD
+from llmtrain.plan.facts.own_optimizer import TriedOptimizer
 from llmtrain.plan.optimizers import is_matrix_of_layer, optimizer_of
 from llmtrain.recipe import OptimConfig, Recipe
 from llmtrain.recipe.own_code import import_object, is_path
@@ -64,14 +65,18 @@ def groups_for(optim: OptimConfig, models: Iterable[nn.Module], groups: list[dic
 
 
 def torch_optimizer(
-    groups: list[dict[str, Any]], optim: OptimConfig, is_sharded: bool = False, code_dir: str | None = None
+    groups: list[dict[str, Any]],
+    optim: OptimConfig,
+    is_sharded: bool = False,
+    code_dir: str | None = None,
+    tried: TriedOptimizer | None = None,
 ) -> Optimizer:
-    """Returns the recipe's optimizer. The guard can skip its updates: it is fused, or a class of the user's.
+    """Returns the recipe's optimizer. The guard can skip its updates: it is fused, or the user's own.
 
-    is_sharded: whether the parameters are, or will be, DTensors. code_dir: `Recipe.code_dir`.
+    is_sharded: whether the parameters are, or will be, DTensors. code_dir: `Recipe.code_dir`. tried: `Plan.optimizer`.
     """
     if is_path(optim.name):
-        return own_optimizer(groups, optim, code_dir)
+        return own_optimizer(groups, optim, code_dir, tried)
     row = optimizer_of(optim)
     module, _, name = row.kind.rpartition(".")
     kind: Any = ShardedSGD if is_sharded and name == "SGD" else getattr(import_module(module), name)
@@ -100,11 +105,11 @@ def locate_shards(
 
 @contextmanager
 def averaged_weights(optimizer: Optimizer, outer: Any, changed: Callable[[], object]) -> Iterator[None]:
-    """Returns a context in which the model has averaged weights, if the optimizer averages (schedule-free AdamW).
+    """Returns a context in which the model has averaged weights, if the optimizer averages (as schedule-free AdamW).
 
     outer: DeepSpeed's optimizer around it, or itself. changed: called when the optimizer's weights have changed.
     """
-    if isinstance(optimizer, ScheduleFreeAdamW):
+    if isinstance(optimizer, ScheduleFreeAdamW | OwnOptimizer):
         with torch.no_grad(), optimizer.averaged(trained_tensors(outer), changed):
             yield
     else:

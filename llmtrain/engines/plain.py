@@ -37,6 +37,7 @@ from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.overrides.torch import squared_norm
 from llmtrain.plan import Plan
+from llmtrain.plan.facts.own_optimizer import TriedOptimizer
 from llmtrain.recipe import Recipe
 
 
@@ -59,7 +60,8 @@ class PlainLoop(HasState):
     replica = ReplicaIndex()
     """This rank's replica of the model; each replica reads different samples."""
 
-    def __init__(self, model: PreTrainedModel, recipe: Recipe) -> None:
+    def __init__(self, model: PreTrainedModel, recipe: Recipe, tried: TriedOptimizer | None = None) -> None:
+        """tried: what is known of an optimizer of the user's own (`Plan.optimizer`)."""
         self.model = model
         self.module: nn.Module = model
         """The module whose forward passes and modes are those of the model."""
@@ -79,7 +81,7 @@ class PlainLoop(HasState):
             name: self.masters.get(weight, weight) for name, weight in model.named_parameters() if weight.requires_grad
         }
         self.optimizer = self._distribute(
-            torch_optimizer(groups, recipe.optim, self.is_sharded, recipe.code_dir), trained
+            torch_optimizer(groups, recipe.optim, self.is_sharded, recipe.code_dir, tried), trained
         )
         self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)

@@ -419,8 +419,9 @@ class OptimConfig(Part):
         NameOrPath,
     ] = "adamw"
     """A name, or a class of your own, `"mine:Optimizer"`, or of any package, `"torch.optim:RAdam"`: a subclass of
-    `torch.optim.Optimizer`, which gets `lr`, `weight_decay` and the arguments in `options`. `adamw` decouples the
-    weight decay (arXiv 1711.05101), `adam` adds it to the gradient. `lion` (arXiv 2302.06675) keeps one moment instead
+    `torch.optim.Optimizer`, or a function that returns an object of one. It gets parameter groups with `weight_decay`,
+    `lr` and the arguments in `options`. `adamw` decouples the weight decay (arXiv 1711.05101), `adam` adds it to the
+    gradient. `lion` (arXiv 2302.06675) keeps one moment instead
     of two; its learning rate is usually 3 to 10 times smaller, and its weight decay larger by the same factor. `muon`
     (arXiv 2502.16982) makes the momentum of each matrix of a decoder layer orthogonal; other weights are updated as by
     `adamw`, at the same learning rate. `schedule_free_adamw` (arXiv 2405.15682) averages its updates and needs no

@@ -128,14 +128,17 @@ from torch.optim import Optimizer
 
 
 class Counting(Optimizer):
-    '''Momentum and its sum, divided by a count that is a number of Python.'''
+    '''Momentum, divided by a count of its own and by one of the group; the rate is relative to the sum of all rates.'''
 
     def __init__(self, params, lr, weight_decay=0.0):
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "k": 0, "total": 0})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
+            group["k"] += 1
+            group["total"] += group["lr"] + 0.01
+            group["share"] = group["lr"] / group["total"] + group.get("share", 0.5)  # not there at first
             for weight in (weight for weight in group["params"] if weight.grad is not None):
                 state = self.state[weight]
                 if not state:
@@ -144,21 +147,51 @@ class Counting(Optimizer):
                 state["decayed"] *= 0.75
                 state["mean"].lerp_(weight.grad, 0.1)
                 towards = (weight - state["anchor"]) * state["decayed"]
-                weight.sub_(state["mean"] * group["lr"] / state["count"] ** 0.5 + group["lr"] * towards)
+                weight.sub_(state["mean"] * group["lr"] * group["share"] / (state["count"] * group["k"]) ** 0.5)
+                weight.sub_(group["lr"] * towards)
+
+
+class Estimating(Optimizer):
+    '''Goes as far as all weights together have gone, as Prodigy does; the groups hold what is known.'''
+
+    def __init__(self, params, lr, weight_decay=0.0):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "d": 0.02, "numerator": 0.0, "denominator": 0.0}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group = self.param_groups[0]
+        numerator, denominator, d = group["numerator"], group["denominator"], group["d"]
+        weights = [weight for group in self.param_groups for weight in group["params"] if weight.grad is not None]
+        for weight in weights:
+            first = self.state[weight].setdefault("first", weight.clone())
+            numerator += float(weight.grad.double().flatten() @ (first - weight).double().flatten())
+            denominator += float(weight.grad.double().abs().sum())
+        d += 100 * numerator / denominator
+        for group in self.param_groups:
+            group |= {"numerator": numerator, "denominator": denominator, "d": d}
+        for weight in weights:
+            weight.sub_(weight.grad / (weight.grad.abs() + 1e-2), alpha=d * group["lr"])
 """
 
 
 @pytest.mark.parametrize(
-    ("source", "targets"),
+    ("name", "source", "targets"),
     [
-        ("dp2-pp1-tp1-zero1", ["dp2-pp1-tp1-zero3", "dp2-pp1-tp1-zero0"]),
-        pytest.param("dp2-pp1-tp1-zero3", ["dp1-pp2-tp1-zero1", "dp2-fsdp2", "dp2-ddp"], marks=pytest.mark.slow),
+        ("Counting", "dp2-pp1-tp1-zero1", ["dp2-pp1-tp1-zero3", "dp2-pp1-tp1-zero0"]),
+        *(
+            pytest.param(name, source, targets, marks=pytest.mark.slow)
+            for name, source, targets in (
+                ("Counting", "dp2-pp1-tp1-zero3", ["dp1-pp2-tp1-zero1", "dp2-fsdp2", "dp2-ddp"]),
+                ("Estimating", "dp2-pp1-tp1-zero0", ["dp2-pp1-tp1-zero0", "dp2-ddp", "dp1-pp1-tp1-zero0"]),
+            )
+        ),
     ],
 )
-def test_numbers_and_tensors_of_ones_own_optimizer_load_under_other_plans(source, targets, tmp_path):
+def test_numbers_and_tensors_of_ones_own_optimizer_load_under_other_plans(name, source, targets, tmp_path):
     """Its states do not begin as zeros, so those that a plan makes for loading must be replaced."""
     (tmp_path / "mine_of_elastic.py").write_text(MINE)
-    others = {"optim.name": "mine_of_elastic:Counting", "code_dir": str(tmp_path)}
+    others = {"optim.name": f"mine_of_elastic:{name}", "code_dir": str(tmp_path)}
     pairs = [(source, target) for target in targets]
     _compare(pairs, LAYOUTS | BACKENDS, {**others, "optim.lr": 0.1, "optim.clip_grad_norm": 0.0}, tmp_path, steps=6)
 

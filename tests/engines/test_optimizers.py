@@ -29,6 +29,7 @@ from llmtrain.trials.verify.job import Deviation
 from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
 from tests.helpers.batches import MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
+from tests.helpers.own_optimizer import AVERAGING
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace
 
 CPU = torch.device("cpu")
@@ -394,6 +395,9 @@ def _torched(run: Trace) -> compare.Trace:
         ("adafactor", 2, [ZERO[1], ZERO[3]]),
         ("adamw_8bit", 2, [ZERO[1], ZERO[3]]),
         pytest.param("torch.optim:NAdam", 2, [ZERO[1], ZERO[3]], marks=pytest.mark.slow),
+        pytest.param(AVERAGING["optim.name"], 2, [ZERO[3], PIPELINE], marks=pytest.mark.slow),
+        pytest.param(AVERAGING["optim.name"], 2, [ZERO[1], *OTHERS[:5]], marks=pytest.mark.breadth),
+        pytest.param(AVERAGING["optim.name"], 2, OTHERS[5:], marks=pytest.mark.breadth),
         pytest.param("torch.optim:NAdam", 2, [ZERO[0], ZERO[2], *OTHERS[:5]], marks=pytest.mark.breadth),
         pytest.param("torch.optim:NAdam", 2, OTHERS[5:], marks=pytest.mark.breadth),
         pytest.param("muon", 4, [FOUR[0]], marks=pytest.mark.slow),
@@ -419,7 +423,8 @@ def _torched(run: Trace) -> compare.Trace:
     ids=lambda value: value if isinstance(value, str) else str(value)[:40],
 )
 def test_every_division_gives_the_run_of_the_plain_loop(name, ranks, cases):
-    fields = {"optim.name": name, "batch.micro_batch_size": 2} | (CUT if name == "adamw_8bit" else {})
+    others = {"adamw_8bit": CUT, AVERAGING["optim.name"]: AVERAGING}
+    fields = {"optim.name": name, "batch.micro_batch_size": 2} | others.get(name, {})
     recipes = [tiny_recipe(**fields, **case) for case in cases]
     for runs in run_ranks(ranks, _train, recipes, ranks):
         for recipe, run in zip(recipes, runs, strict=True):

@@ -77,6 +77,85 @@ class InGroup(Plain):
         return weight.grad / self.param_groups[0]["calls"]
 
 
+class GroupCounts(Plain):
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        for group in self.param_groups:
+            group |= {"total": 0, "is_first": True, "mean": torch.zeros(())}
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+            group["total"] += group["lr"]
+            group["is_first"] = False
+            group["mean"].lerp_(torch.tensor(group["lr"]), 0.5)
+        super().step()
+
+    def update(self, weight, state):
+        group = next(group for group in self.param_groups if any(weight is other for other in group["params"]))
+        return weight.grad * float(group["mean"]) / group["total"] / (group["k"] + group["is_first"])
+
+
+class Estimate(Plain):
+    '''Grows its steps with the distance that all weights together have gone, from very short ones.'''
+
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        for group in self.param_groups:
+            group["d"] = 1e-6
+
+    def step(self, closure=None):
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        for weight in weights:
+            self.state[weight].setdefault("first", weight.detach().clone())
+        gone = sum((weight.detach() - self.state[weight]["first"]).abs().sum() for weight in weights)
+        d = max(self.param_groups[0]["d"], 3 * float(gone) / sum(weight.numel() for weight in weights))
+        if d > self.param_groups[0]["d"]:  # not in each step, and not at a low rate
+            for group in self.param_groups:
+                group["d"] = d
+        super().step()
+
+    def update(self, weight, state):
+        return self.param_groups[0]["d"] * weight.grad.sign()
+
+
+class OtherBeginnings(GroupCounts):
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.param_groups[0]["total"] = 1
+
+
+class Shares(GroupCounts):
+    def __init__(self, *arguments, **named):
+        super().__init__(*arguments, **named)
+        self.param_groups[1]["mean"] = self.param_groups[0]["mean"]
+
+
+class ForgetsPoint(Plain):
+    def update(self, weight, state):
+        state["point"] = state.get("point", weight.detach()) + 1
+        return weight.grad
+
+    def eval(self):
+        for state in self.state.values():
+            state["point"] = state["point"] * 2
+
+    def train(self):
+        pass
+
+
+class Integers(Plain):
+    def update(self, weight, state):
+        state["signs"] = weight.grad.sign().to(torch.int8)
+        return weight.grad
+
+
+class Named(Plain):
+    def update(self, weight, state):
+        state["weight"] = weight.grad.clone()
+        return weight.grad
+
+
 class Listed(Plain):
     def update(self, weight, state):
         state["history"] = [weight.grad]
@@ -108,17 +187,55 @@ class Idle(Plain):
         pass
 
 
-def function(params):
-    return params
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+
+
+def make(groups, lr, power=2.0, kind=GroupCounts):
+    return kind(groups, lr=lr, power=power)
+
+
+def reserved(groups, lr):
+    optimizer = Plain(groups, lr=lr)
+    optimizer.updates = 0
+    return optimizer
+
+
+def wraps(groups, lr):
+    return Wrapper(Plain(groups, lr=lr))
+
+
+def regroups(groups, lr):
+    return Plain([weight for group in groups for weight in group["params"]], lr=lr)
+
+
+def drops(groups, lr):
+    return Plain(groups[:1], lr=lr)
+
+
+def sets_rate(groups, lr):
+    return Plain([{**group, "lr": lr / 10} for group in groups], lr=lr)
+
+
+def sets_decay(groups, lr):
+    return Plain([{**group, "weight_decay": 0.01} for group in groups], lr=lr)
 """
 
 
+@pytest.fixture(scope="module")
+def shared_folder(tmp_path_factory):
+    """A folder with a module. Tests share it, so that each class is tried once."""
+    path = tmp_path_factory.mktemp("mine")
+    (path / "mine.py").write_text(MINE)
+    return path
+
+
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A folder with a module, and an empty cache."""
-    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "mine.py").write_text(MINE)
-    return tmp_path
+def folder(shared_folder, monkeypatch):
+    """The folder, with its cache."""
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(shared_folder / "cache"))
+    return shared_folder
 
 
 @pytest.fixture(autouse=True)
@@ -157,12 +274,21 @@ def test_an_elementwise_class_may_have_parts_of_weights(folder, name, options, s
     assert found.deviation < MAX_DEVIATION / 100  # nothing but rounding
 
 
+@pytest.mark.parametrize("name", ["GroupCounts", "make"])
+def test_numbers_of_groups_are_found(folder, name):
+    found = tried(folder, name)
+    numbers = {"k": "int", "total": "float", "is_first": "bool", "mean": "float32"}
+    assert (found.unit, found.group_numbers) == ("element", numbers)
+
+
 @pytest.mark.parametrize(
     ("name", "unit", "others"),
     [
         ("PerWeight", "weight", ()),
         ("Norm", "weight", ("rows",)),
         ("Together", "model", ()),
+        ("InGroup", "model", ()),
+        ("Estimate", "model", ()),  # in the few steps of the trial, its numbers alone show it
         ("torch.optim:Adafactor", "weight", ("row_var", "col_var")),
         ("torch.optim:Adagrad", "weight", ()),  # its states are those of the weights it was built with
     ],
@@ -177,19 +303,29 @@ def test_other_classes_need_whole_weights(folder, name, unit, others):
     ("name", "message"),
     [
         ("Outside", "keeps something outside `state[parameter]`"),
-        ("InGroup", "keeps something outside `state[parameter]`"),
-        ("Listed", "which is neither a tensor nor a number"),
+        ("OtherBeginnings", "changes 'total' of `param_groups`, which begins with other values"),
+        ("Listed", "'history', a value of type list, which is neither a tensor nor a number"),
+        ("Shares", "or shares a tensor between its groups"),
+        ("ForgetsPoint", "has other states after eval() and train() than before"),
+        ("Integers", "keeps 'signs' as torch.int8"),
+        ("Named", "keeps a state under the name 'weight'"),
         ("Random", "trains other weights when it is run again"),
         ("Fails", "mine:Fails fails in a step: RuntimeError"),
         ("WithoutRate", "has no `lr` in its defaults"),
         ("Idle", "changed no weight"),
-        ("function", "not a subclass of torch.optim.Optimizer"),
+        ("Wrapper", "not a subclass of torch.optim.Optimizer"),
+        ("wraps", "one that wraps an optimizer is not supported"),
+        ("reserved", "has an attribute updates, which llmtrain uses otherwise"),
+        ("regroups", "has other parameter groups than it got: 4 weights instead of 2 + 2"),
+        ("drops", "has other parameter groups than it got: 2 weights instead of 2 + 2"),
+        ("sets_rate", "sets `lr` of its groups to other values than it got"),
+        ("sets_decay", "sets `weight_decay` of its groups to other values than it got"),
         ("torch.optim:LBFGS", "doesn't support per-parameter options"),
     ],
 )
 def test_what_could_not_be_trained_with_is_refused(folder, name, message):
     with pytest.raises(RecipeError) as error:
-        resolve(recipe_of(folder, name), Cluster(devices_per_node=2))
+        tried(folder, name)
     assert message in str(error.value)
 
 
@@ -253,7 +389,10 @@ def test_memory_counts_the_bytes_of_the_states(folder):
     }
 
 
-def test_the_result_is_kept_until_the_code_changes(folder, monkeypatch):
+def test_the_result_is_kept_until_the_code_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMTRAIN_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path
+    (folder / "mine.py").write_text(MINE)
     assert tried(folder, "Counting").unit == "element"
     monkeypatch.setattr(own_optimizer, "run_helper", None)
     assert tried(folder, "Counting").unit == "element"

@@ -109,7 +109,7 @@ def initialise(
     def optimizer(groups: list[dict[str, Any]]) -> Optimizer:
         # With an optimizer in `ds_config`, DeepSpeed itself puts the experts that it has distributed into groups.
         groups = configure_moe_param_groups(groups) if plan.parallel.expert > 1 else groups
-        return torch_optimizer(groups, plan.recipe.optim, code_dir=plan.recipe.code_dir)
+        return torch_optimizer(groups, plan.recipe.optim, code_dir=plan.recipe.code_dir, tried=plan.optimizer)
 
     engine: _Engine = deepspeed.initialize(
         model=module,

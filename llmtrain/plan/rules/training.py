@@ -154,7 +154,7 @@ def optim_own_fields(draft: Draft) -> Iterator[Fault]:
 def optim_own_parts(draft: Draft) -> Iterator[Fault]:
     """Refuses plans that give parts of weights to a class of one's own that needs whole ones. Before a run, flat parts
     of a few weights are trained beside the whole ones (`plan/facts/own_optimizer.py`): a class whose update depends on
-    other elements of a weight, or on their number, trains other weights."""
+    other elements of a weight, or on their number, trains other weights, or keeps other numbers in its groups."""
     tried, parallel = draft.optimizer, draft.parallel
     if tried is None or tried.unit == "element":
         return
@@ -165,7 +165,10 @@ def optim_own_parts(draft: Draft) -> Iterator[Fault]:
     elif tried.deviation > 1:
         why = "it failed with flat parts of weights, or trained entirely other weights"
     else:
-        why = f"with flat parts of weights, its weights differ by {tried.deviation:.1%} of their movement"
+        what = (
+            "weights differ by" if not tried.group_numbers else "weights, or the numbers of its groups, differ by up to"
+        )
+        why = f"with flat parts of weights, its {what} {tried.deviation:.1%}"
     message = f"{name} needs {needs}: {why}"
     on_parts = {"parallel.tensor": parallel.tensor, "parallel.expert": parallel.expert}
     if not whole:
@@ -226,12 +229,12 @@ def optim_schedule_free_mean(draft: Draft) -> Iterator[Fault]:
 
 @rule("optim.schedule_free_kto", "read")
 def optim_schedule_free_kto(draft: Draft) -> Iterator[Fault]:
-    """Refuses KTO with schedule-free AdamW. It estimates its divergence in evaluation passes, which read the averaged
-    weights instead of the trained ones."""
-    recipe = draft.recipe
-    if recipe.optim.name == "schedule_free_adamw" and recipe.objective.name == "kto":
+    """Refuses KTO with optimizers that average, as schedule-free AdamW does. KTO estimates its divergence in evaluation
+    passes, which read the averaged weights instead of the trained ones."""
+    recipe, own = draft.recipe, draft.optimizer
+    if recipe.objective.name == "kto" and (recipe.optim.name == "schedule_free_adamw" or (own and own.averages)):
         message = (
-            "'schedule_free_adamw' is not supported with KTO, which would estimate its divergence on averaged weights"
+            f"{recipe.optim.name} is not supported with KTO, which would estimate its divergence on averaged weights"
         )
         yield Fault("optim.name", message, assignment(optim__name="adamw"))
 

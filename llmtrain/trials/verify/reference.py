@@ -35,7 +35,7 @@ from transformers.pytorch_utils import Conv1D
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
 from llmtrain.recipe import GradientContext, ModelConfig, ObjectiveConfig, Recipe, gradient_seed
 from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
-from llmtrain.trials.verify.reference_optimizers import PlainScheduleFree, reference_optimizer
+from llmtrain.trials.verify.reference_optimizers import reference_optimizer
 
 NO_TARGET = -100
 WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -216,8 +216,9 @@ class ReferenceLoop:
 
     def _average(self, averaged: bool) -> None:
         """Puts the averaged weights, or the trained ones, into the model, if the optimizer averages."""
-        if isinstance(self.optimizer, PlainScheduleFree):
-            (self.optimizer.eval if averaged else self.optimizer.train)()
+        switch = [getattr(self.optimizer, name, None) for name in ("train", "eval")]
+        if all(map(callable, switch)):
+            switch[averaged]()  # type: ignore[misc]
 
     def _rounded(self) -> dict[str, Tensor]:
         rounded = {name: weight.to(self.types[name]) for name, weight in self.masters.items()}

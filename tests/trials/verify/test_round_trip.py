@@ -11,16 +11,18 @@ from llmtrain.plan.facts.families import EXPERT_PRESETS
 from llmtrain.recipe import Recipe
 from llmtrain.trials.verify.compare import clone
 from llmtrain.trials.verify.round_trip import check_checkpoint_round_trip
-from tests.helpers.batches import step_batch
+from tests.helpers.batches import step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, moe_recipe
+from tests.helpers.own_optimizer import AVERAGING
 from tests.helpers.traces import engine_of, plan_of
 
 
-def _check(rank: int, recipe: Recipe, folder: Path, spoilt: str = "") -> str:
+def _check(rank: int, recipe: Recipe, folder: Path, spoilt: str = "", steps: int = 1) -> str:
     plan = plan_of(recipe, 2)
     engine = engine_of(plan)
-    engine.train_step(step_batch(0, 1, 4, rank, 2))
+    for step in range(steps):
+        engine.train_step(step_batch(step, 1, 4, rank, 2))
     weights = clone(dict(engine.named_weights()))
     for name in weights:
         if spoilt and name.endswith(spoilt):
@@ -45,6 +47,14 @@ def test_distributed_experts_are_saved_loaded_and_exported(family, stage, tmp_pa
     recipe = moe_recipe(family, **{"parallel.zero_stage": stage})
     assert run_ranks(2, _check, recipe, tmp_path / "saved") == ["", ""]
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 3])
+def test_averages_of_ones_own_optimizer_are_exported(stage, tmp_path):
+    """Bit for bit those of the engine; the trained weights are others."""
+    recipe = tiny_recipe(**AVERAGING, **{"parallel.zero_stage": stage})
+    assert run_ranks(2, _check, recipe, tmp_path / "saved", "", 3) == ["", ""]
 
 
 def test_deviating_values_are_detected(tmp_path):
