@@ -177,8 +177,9 @@ def check_trusted(folder: Path, plan: Plan, trust_remote_code: bool, whole_recip
         field = f"{folder / PLAN_FILE}: model.trust_remote_code"
         message = f"is true, which would run the code that comes with '{recipe.model.pretrained}'; a checkpoint "
         problems.append(Problem("checkpoint.remote_code", field, f"{message}cannot permit this itself", fix))
+    averages = plan.optimizer is not None and plan.optimizer.averages  # an export then calls the optimizer
     for field, path in recipe.own_objects.items():
-        if not (whole_recipe or field.startswith("model.")):
+        if not (whole_recipe or field.startswith("model.") or (averages and field == "optim.name")):
             continue
         message = (
             f"names {path}, which would import code from {recipe.code_dir}; a checkpoint cannot permit this itself"

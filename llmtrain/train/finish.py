@@ -51,7 +51,7 @@ def finish(
         return
     with console.status("exporting"):
         # Replaces an export of fewer steps. The plan is that of the user's recipe.
-        trusts = recipe.model.runs_own_code
+        trusts = recipe.model.runs_own_code or plan.optimizer is not None
         export(checkpoint, run_dir.tokenizer, run_dir.export, replace=True, trust_remote_code=trusts)
     print_as_is(console, [f"exported {run_dir.export}"])
     if recipe.export.sample_prompt is not None:

@@ -185,7 +185,7 @@ class TrainingEngine:
         if checkpoint is None or step_of(checkpoint.name) != self.step:
             checkpoint = self.save()
         if self.rank == 0:
-            trusts = self.plan.recipe.model.runs_own_code
+            trusts = self.plan.recipe.model.runs_own_code or self.plan.optimizer is not None
             export(checkpoint, self.run_dir.tokenizer, self.run_dir.export, replace=True, trust_remote_code=trusts)
         barrier()
         return self.run_dir.export

@@ -13,6 +13,7 @@ from llmtrain.checkpoint.folder import write_exported
 from llmtrain.checkpoint.manifest import read_manifests
 from llmtrain.cli import app
 from llmtrain.errors import CheckpointError, Exit, RecipeError, UserError
+from llmtrain.plan.facts.own_optimizer import TriedOptimizer
 from llmtrain.run_dir import RunDir, write_json
 from tests.helpers.commands import forked_llmtrain
 from tests.helpers.hand_made import make_run, seal
@@ -84,6 +85,22 @@ def test_a_checkpoint_cannot_permit_its_own_code(command, foreign, trap, tmp_pat
     assert problem.field.endswith("plan.json: model.trust_remote_code")
     assert "--trust-remote-code" in problem.fix
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_does_not_call_an_optimizer_that_only_a_checkpoint_names(tmp_path):
+    """One that averages has to be asked for the weights to export."""
+    run, plan, marker = make_run(tmp_path / "run"), small_plan(), tmp_path / "was_run"
+    (tmp_path / "averaging.py").write_text(f"from pathlib import Path\nPath({str(marker)!r}).touch()\n")
+    recipe = plan.recipe.with_(**{"optim.name": "averaging:Averaging", "code_dir": str(tmp_path)})
+    tried = TriedOptimizer(unit="element", deviation=0.0, averages=True)
+    (checkpoint,) = run.checkpoints.glob("step_*")
+    plan = plan.model_copy(update={"recipe": recipe, "optimizer": tried})
+    (checkpoint / "plan.json").write_text(plan.model_dump_json())
+    (checkpoint / "MANIFEST.json").unlink()
+    seal(checkpoint)
+    error = _failure("export", run.path, tmp_path / "out")
+    assert [problem.rule for problem in error.problems] == ["checkpoint.own_code"]
+    assert not marker.exists()
 
 
 @pytest.mark.parametrize("command", [("export",), ("checkpoint", "convert")], ids=" ".join)
