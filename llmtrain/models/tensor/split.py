@@ -39,7 +39,13 @@ from llmtrain.models.tensor.collectives import (
     shard_of,
 )
 from llmtrain.models.tensor.sequence_parallel import EXPERTS, SequenceParallel
-from llmtrain.models.tensor.usual_plan import attention_modules, divide_counts, splits_layers, usual_plan
+from llmtrain.models.tensor.usual_plan import (
+    attention_modules,
+    divide_counts,
+    parametric_activations,
+    splits_layers,
+    usual_plan,
+)
 
 
 def no_split(config: PreTrainedConfig, reason: str) -> FamilyError:
@@ -289,7 +295,8 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
     if not plan and not usual:
         message = "it declares no tensor parallel plan (tp_plan), and its matrices have unusual names"
         raise no_split(config, message)
-    styles = usual | {name: plan[key] for name, _ in model.named_modules() if (key := _pattern(name)) in plan}
+    declared = {name: plan[key] for name, _ in model.named_modules() if (key := _pattern(name)) in plan}
+    styles = parametric_activations(model) | usual | declared
     by_parameter: dict[int, dict[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         style = plan.get(_pattern(name)) or usual.get(name) or styles.get(_module(name), "replicate")

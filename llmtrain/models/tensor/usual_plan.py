@@ -65,6 +65,12 @@ def usual_plan(model: PreTrainedModel) -> dict[str, str]:
     return plan
 
 
+def parametric_activations(model: PreTrainedModel) -> dict[str, str]:
+    """Returns the styles of activation functions with parameters, which a rank applies to its own inner width."""
+    names = (name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False)))
+    return {name: "replicated_with_grad_allreduce" for name in names if name.rpartition(".")[2] == "act_fn"}
+
+
 def attention_modules(model: PreTrainedModel) -> Iterator[str]:
     """Yields the names of the modules whose heads the plan splits."""
     return (name for name, columns, _ in _pairs(model) if _is_attention(columns))
