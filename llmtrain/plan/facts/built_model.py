@@ -74,14 +74,25 @@ def _without_gradient(built: Any) -> tuple[str, ...]:
 
 def weights_of(built: Any, layers: list[Any]) -> Weights:
     """Returns the parameters of a model object by part; parameters that several parts share count in the first."""
+    from torch.nn import Embedding, Linear
+    from transformers.pytorch_utils import Conv1D
+
     seen: set[int] = set()
+    owners = {id(parameter): module for module in built.modules() for parameter in module.parameters(recurse=False)}
+
+    def weight(name: str, parameter: Any) -> Weight:
+        owner, shape = owners[id(parameter)], tuple(parameter.shape)
+        transposed = len(shape) == 3 and bool(getattr(owner, "is_transposed", False))
+        shape = (shape[0], shape[2], shape[1]) if transposed else shape
+        in_layer = len(shape) < 2 or isinstance(owner, Linear | Conv1D | Embedding)
+        return Weight(name=name, shape=shape, transposed=transposed, in_layer=in_layer)
 
     def new(named: Iterable[tuple[str, Any]]) -> list[Weight]:
         found = []
         for name, parameter in named:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                found.append(Weight(name=name, shape=tuple(parameter.shape)))
+                found.append(weight(name, parameter))
         return found
 
     whole = {id(parameter): name for name, parameter in built.named_parameters()}

@@ -36,7 +36,10 @@ class Weight(Part):
     packed: bool = False
     """Whether it is frozen and held in 4 bits (`model.quantize`)."""
     transposed: bool = False
-    """Whether the model stores the transpose of `shape`."""
+    """Whether the model stores the transpose of `shape`, or of each matrix of a stack."""
+    in_layer: bool = True
+    """Whether it belongs to a linear layer or an embedding, if it has two or more dimensions; fused experts and their
+    routers do not."""
 
     @property
     def elements(self) -> int:
@@ -51,7 +54,7 @@ class Weight(Part):
     @property
     def stored(self) -> tuple[int, ...]:
         """Its shape in the model's own tensor."""
-        return self.shape[::-1] if self.transposed else self.shape
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
     @property
     def lines(self) -> int:
@@ -65,12 +68,12 @@ class Weight(Part):
 
     @property
     def is_adapter(self) -> bool:
-        """Whether an adapter has added it to a linear layer (`llmtrain.plan.facts.trained`)."""
+        """Whether an adapter has added it to a layer or parameter (`llmtrain.plan.facts.trained`)."""
         return ".lora_" in self.name
 
     @property
     def module(self) -> str:
-        """The last part of the name of its module; for the weight of an adapter, of the linear layer beside it."""
+        """The last part of the name of its module; for the weight of an adapter, of the layer or stack beside it."""
         return self.name.partition(".lora_")[0].removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 
