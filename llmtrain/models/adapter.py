@@ -31,7 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.errors import Problem, RecipeError, abbreviate, format_value, reason
 from llmtrain.models import nf4
-from llmtrain.models.experts import STACKS, add_update, is_transposed, takes_function, updates
+from llmtrain.models.experts import add_update, is_transposed, updates
 from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.initial import Gather, seed_for_name
 from llmtrain.models.loss import freeze_unused, target_loss_sum
@@ -40,7 +40,7 @@ from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model, packed_input
-from llmtrain.plan.facts.built_model import without_gradient
+from llmtrain.plan.facts.built_model import STACKS, has_fused_experts, without_gradient
 from llmtrain.plan.facts.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 from llmtrain.system.hub import stored_file
@@ -269,7 +269,7 @@ def split_adapters(model: PreTrainedModel, tensor_parallel: TensorParallel) -> N
         tensor_parallel.split_adapter(name, module.get_base_layer(), inner, outer, model.config)
     for path, module in model.named_modules():
         for name, update in updates(module):
-            base, transposed = module.get_parameter(name), is_transposed(module, update.a.ndim)
+            base, transposed = getattr(module, name), is_transposed(module, update.a.ndim)
             tensor_parallel.split_update(f"{path}.{name}", base, update.a, update.b, transposed, model.config)
 
 
@@ -392,7 +392,7 @@ def _no_update(whole: PreTrainedModel, name: str, shape: tuple[int, ...]) -> str
         return "belongs to a layer, which has an adapter as a whole"
     if len(shape) not in (2, 3):
         return "is neither a matrix nor a stack of matrices"
-    if takes_function(module) and attribute not in STACKS:
+    if has_fused_experts(module) and attribute not in STACKS:
         return "is added to the products of experts"
     return ""
 
@@ -492,7 +492,7 @@ def _add_adapters(model: PreTrainedModel, trained: Trained) -> peft.LoraConfig:
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, shape in trained.parameters.items():
         path, _, attribute = name.rpartition(".")
-        if path in modules and attribute in modules[path]._parameters:
+        if getattr(modules.get(path), attribute, None) is not None:
             add_update(modules[path], attribute, shape, rank_of(trained.config, name), scale_of(trained.config, name))
     return _inject_adapter(model, trained.config, _adapted_layers_in(model, trained))
 

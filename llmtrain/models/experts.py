@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from llmtrain.overrides.transformers import grouped_linear, use_experts_function
+from llmtrain.models.nf4 import Nf4Stack
+from llmtrain.overrides.transformers import EXPERTS_FUNCTION, grouped_linear, use_experts_function
+from llmtrain.plan.facts.built_model import has_fused_experts
 
-FUNCTION = "llmtrain"
-"""The name of `forward` among the implementations of experts that `transformers` knows."""
-STACKS = ("gate_up_proj", "up_proj", "down_proj")
-"""Names of the stacks of matrices that such implementations multiply with."""
 ALIGNMENT = 16
 """Bytes: rows of grouped products on GPUs begin at a multiple (`torch.nn.functional.grouped_mm`)."""
 
@@ -35,11 +33,6 @@ class Update(NamedTuple):
     b: Tensor
     """[experts, outputs, rank], or [outputs, rank]."""
     scale: float
-
-
-def takes_function(module: nn.Module) -> bool:
-    """Whether the experts of a module can be computed by `forward`; it is then applied to stacks (`STACKS`) only."""
-    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate"))
 
 
 def is_transposed(module: nn.Module, dimensions: int) -> bool:
@@ -60,14 +53,14 @@ def add_update(module: Any, name: str, shape: tuple[int, ...], rank: int, scale:
 
     name: of the parameter in the module. shape: of the whole parameter, which may be partitioned.
     """
-    parameter = module.get_parameter(name)
+    held: nn.Parameter | Nf4Stack = getattr(module, name)
     for side, own in zip("AB", update_shapes(module, shape, rank), strict=True):
-        zeros = torch.zeros(own, dtype=parameter.dtype, device=parameter.device)
+        zeros = torch.zeros(own, dtype=held.dtype, device=held.device)
         module.register_parameter(f"lora_{side}_{name}", nn.Parameter(zeros))
     if not hasattr(module, "update_scales"):
         module.update_scales = {}
-        if takes_function(module):
-            use_experts_function(module, FUNCTION)
+        if has_fused_experts(module):
+            use_experts_function(module)
         elif "forward" in vars(module):
             raise ValueError(f"the forward pass of {type(module).__name__} is replaced, and would not read updates")
         else:
@@ -138,11 +131,16 @@ def combine(outputs: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     return weighted[place].view(*weights.shape, outputs.shape[-1]).sum(1)
 
 
-def multiply(inputs: Tensor, weight: Tensor, routes: Routes, bias: Tensor | None, transposed: bool) -> Tensor:
+def multiply(
+    inputs: Tensor, weight: Tensor | Nf4Stack, routes: Routes, bias: Tensor | None, transposed: bool
+) -> Tensor:
     """Returns the product of each sorted choice with the matrix of its expert.
 
     weight: [experts, outputs, inputs], or [experts, inputs, outputs] if transposed. bias: [experts, outputs].
     """
+    if isinstance(weight, Nf4Stack):
+        product = weight.multiply(inputs, routes.ends, transposed)
+        return product if bias is None else product + bias[routes.experts]
     return grouped_linear(inputs, weight, routes.ends, None if bias is None else bias[routes.experts], transposed)
 
 
@@ -177,4 +175,4 @@ def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     return combine(outputs, top_k_weights, routes).to(hidden_states.dtype)
 
 
-ALL_EXPERTS_FUNCTIONS.register(FUNCTION, forward)
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, forward)

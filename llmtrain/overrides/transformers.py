@@ -19,6 +19,9 @@ from llmtrain.overrides import replaced
 Change = Callable[[Tensor, Any, Any, Tensor | None], tuple[Tensor, Tensor | None]]
 """Maps embeddings, mask, cache and positions of a call to the embeddings and positions from which a mask is made."""
 
+EXPERTS_FUNCTION = "llmtrain"
+"""The name of llmtrain's function among those of `transformers` that compute experts (`ExpertsInterface`)."""
+
 _changes: list[Change] = []
 
 
@@ -157,10 +160,10 @@ def grouped_linear(
     return result
 
 
-def use_experts_function(module: Any, name: str) -> None:
-    """Lets a module compute its experts by a function that is registered in `ALL_EXPERTS_FUNCTIONS`.
+def use_experts_function(module: Any) -> None:
+    """Lets a module compute its experts by `llmtrain.models.experts.forward`.
 
     The modules of a model share its configuration, which names the function of all.
     """
     module.config = copy(module.config)
-    module.config._experts_implementation = name
+    module.config._experts_implementation = EXPERTS_FUNCTION

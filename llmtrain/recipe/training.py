@@ -117,8 +117,8 @@ class ModelConfig(Part):
     all are trained."""
 
     quantize: Literal["none", "nf4"] = "none"
-    """`nf4`: with an `adapter` on `pretrained` weights, store the frozen linear layers of the decoder in 4.127 bits per
-    element (QLoRA, arXiv 2305.14314). Embedding, norms, head and all other layers are not quantized."""
+    """`nf4`: with an `adapter` on `pretrained` weights, store the frozen linear layers and fused experts of the decoder
+    in 4.127 bits per element (QLoRA, arXiv 2305.14314). Embedding, norms, head and all else are not quantized."""
 
     @property
     def attention_kernel(self) -> str:

@@ -217,13 +217,11 @@ def test_adapters_of_experts_pass_between_a_run_and_peft(tokenizer, tmp_path, ta
     expected = run_ranks(1, _trained_here, recipe, tmp_path / "run")[0]
     export(newest(tmp_path / "run"), tokenizer, out)
     merge(out, tmp_path / "merged")
+    merged = load_causal_lm(tmp_path / "merged", trust_remote_code=False)
     base = AutoModelForCausalLM.from_pretrained(folder).eval()
     assert np.abs(_logits(base).numpy() - expected).max() > 1e-2
-    loaded, merged = (
-        peft.PeftModel.from_pretrained(base, out),
-        AutoModelForCausalLM.from_pretrained(tmp_path / "merged"),
-    )
-    for one in (loaded, load_causal_lm(out, trust_remote_code=False), merged):
+    loaded = peft.PeftModel.from_pretrained(base, out)
+    for one in (merged, loaded, load_causal_lm(out, trust_remote_code=False)):
         np.testing.assert_allclose(_logits(one.eval()).numpy(), expected, rtol=0, atol=FP32)
     loaded.save_pretrained(theirs)
     files = [load_file(one / "adapter_model.safetensors") for one in (out, theirs)]
@@ -232,6 +230,12 @@ def test_adapters_of_experts_pass_between_a_run_and_peft(tokenizer, tmp_path, ta
     assert np.array_equal(_logits(build_model(continued, torch.float32, CPU).eval()).numpy(), expected)
     trained = sum(one.numel() for one in files[1].values())
     assert model_facts(continued.model, None).trained_parameters == trained
+    in_4_bit = recipe_on(folder, **PLAIN, **IN_NF4, **{"model.adapter": recipe.model.adapter})
+    expected = run_ranks(1, _trained_here, in_4_bit, tmp_path / "packed")[0]
+    export(newest(tmp_path / "packed"), tokenizer, tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "values")
+    found = _logits(load_causal_lm(tmp_path / "values", trust_remote_code=False).eval()).numpy()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=FP32)
 
 
 def test_an_adapter_of_new_weights_is_exported_with_them(tokenizer, tmp_path):

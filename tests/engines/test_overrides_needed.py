@@ -198,7 +198,7 @@ REMOVALS = (
     ),
     Removal(
         "_experts_implementation",
-        *_removed("module.config._experts_implementation = name"),
+        *_removed("module.config._experts_implementation = EXPERTS_FUNCTION"),
         f"{ENGINES}test_adapters.py",
         TRANSFORMERS,
     ),

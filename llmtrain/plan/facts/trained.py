@@ -155,16 +155,17 @@ def _with_adapter(adapter: _Adapter, packs: bool, unreached: frozenset[str]) -> 
             saved = any(matches(".".join(names[:end]), adapter.saved) for end in range(1, len(names) + 1))
             matrix = own[0]
             linear = matrix.name.endswith(".weight") and len(matrix.shape) == 2 and "embed" not in module
-            linear = linear and matrix.in_layer
-            packed = packs and linear and bool(prefix) and not saved
+            linear = linear and matrix.kind == "layer"
+            packs_module = packs and bool(prefix) and not saved
             for weight in own:
-                yield weight.model_copy(update={"trained": saved, "packed": packed and weight is matrix})
+                packed = packs_module and ((linear and weight is matrix) or weight.kind == "stack")
+                yield weight.model_copy(update={"trained": saved, "packed": packed})
             is_left_out = is_table or prefix + matrix.name in unreached
             if linear and not is_left_out and adapter.is_target(prefix + module):
                 yield from _added(module, matrix, adapter.rank(prefix + module), adapter.dora)
             for weight in own:
                 name = prefix + weight.name
-                if not (weight.in_layer or saved) and weight.is_matrix and adapter.is_parameter(name):
+                if weight.kind != "layer" and not saved and weight.is_matrix and adapter.is_parameter(name):
                     yield from _added(weight.name.removesuffix(".weight"), weight, adapter.rank(name), dora=False)
 
     return change

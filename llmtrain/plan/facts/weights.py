@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Literal
 
 from llmtrain.recipe import Part
 
@@ -37,9 +38,9 @@ class Weight(Part):
     """Whether it is frozen and held in 4 bits (`model.quantize`)."""
     transposed: bool = False
     """Whether the model stores the transpose of `shape`, or of each matrix of a stack."""
-    in_layer: bool = True
-    """Whether it belongs to a linear layer or an embedding, if it has two or more dimensions; fused experts and their
-    routers do not."""
+    kind: Literal["layer", "stack", "other"] = "layer"
+    """What it belongs to, if it has two or more dimensions: a linear layer or an embedding; a stack of the matrices of
+    experts, which grouped products multiply with (`llmtrain.models.experts`); or something else, such as a router."""
 
     @property
     def elements(self) -> int:
@@ -55,6 +56,11 @@ class Weight(Part):
     def stored(self) -> tuple[int, ...]:
         """Its shape in the model's own tensor."""
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+
+    @property
+    def matrices(self) -> int:
+        """Number of matrices of a stack; 1 for others."""
+        return math.prod(self.shape[:-2])
 
     @property
     def lines(self) -> int:

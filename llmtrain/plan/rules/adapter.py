@@ -78,8 +78,8 @@ def targets(draft: Draft) -> Iterator[Fault]:
     if adapter is None or weights is None:
         return
     own = {name: weight for name, weight in weights.in_layers() if weight.is_matrix and not weight.is_adapter}
-    layers = {name.removesuffix(".weight") for name, weight in own.items() if weight.in_layer}
-    stacks = {name for name, weight in own.items() if not weight.in_layer}
+    layers = {name.removesuffix(".weight") for name, weight in own.items() if weight.kind == "layer"}
+    stacks = {name for name, weight in own.items() if weight.kind != "layer"}
     outside = (*weights.embedding, *weights.outside, *weights.head)
     ends = {weight.name.removesuffix(".weight") for weight in outside} | {"lm_head"}
     patterns = () if adapter.targets == "all-linear" else adapter.targets
@@ -115,9 +115,12 @@ def without_experts(draft: Draft) -> Iterator[Fault]:
     fused = {name: weight for name, weight in facts.weights.in_layers() if weight.is_expert and len(weight.shape) > 2}
     if fused and not any(weight.is_adapter for weight in fused.values()):
         experts = sum(weight.elements for weight in fused.values())
-        message = f"'all-linear' adapts no expert: {experts:,} of {facts.parameters:,} parameters are experts"
         names = ",".join(sorted({f'"experts.{name.rpartition(".")[2]}"' for name in fused}))
-        yield Fault("model.adapter.targets", message, f"--set 'model.adapter.target_parameters=[{names}]' adapts them")
+        message = (
+            f"'all-linear' adapts no expert: {experts:,} of {facts.parameters:,} parameters are experts; "
+            f"--set 'model.adapter.target_parameters=[{names}]' adapts them"
+        )
+        yield Fault("model.adapter.targets", message)
 
 
 @rule("adapter.nf4", "run")

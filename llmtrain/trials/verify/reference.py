@@ -674,13 +674,18 @@ def _plain_name(name: str) -> str:
 
 @torch.no_grad()
 def _round_base(model: PreTrainedModel, full: PreTrainedModel, part: ModelConfig) -> None:
-    """Gives the frozen linear layers of `model`, except for the head, the values of `full` in NF4."""
+    """Gives the frozen linear layers and fused experts of `model`, except for the head, the values of `full` in NF4."""
     assert part.adapter is not None, "the recipe requires it"
     saved = _matching([name for name, _ in model.named_modules()], part.adapter.modules_to_save)
     for name, module in model.named_modules():
         kept = any(f"{name}.".startswith(f"{prefix}.") for prefix in saved) or module is model.get_output_embeddings()
         if type(module) is nn.Linear and not kept:
             module.weight.copy_(_in_nf4(full.get_submodule(name).weight))
+        if hasattr(module, "has_gate") and not kept:
+            for stack, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    rounded = [_in_nf4(matrix) for matrix in full.get_submodule(name).get_parameter(stack)]
+                    parameter.copy_(torch.stack(rounded))
 
 
 def _in_nf4(weight: Tensor) -> Tensor:

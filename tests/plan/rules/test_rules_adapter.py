@@ -125,7 +125,7 @@ def test_a_note_says_that_experts_have_no_adapter():
     experts = sum(one.elements for one in draft.facts.weights.layer(0) if one.is_expert) * draft.facts.weights.layers
     assert f"{experts:,} of {draft.facts.parameters:,} parameters are experts" in note.message
     assert not any(one.is_adapter and one.is_expert for one in draft.facts.weights.layer(0))
-    assert '["experts.down_proj","experts.gate_up_proj"]' in note.fix
+    assert '["experts.down_proj","experts.gate_up_proj"]' in note.message
     dense = tiny_recipe(**{"model.adapter": {"rank": 4}})
     assert not broken(_draft(dense))[1]
     named = moe_recipe("mixtral", **{"model.adapter": {"rank": 4, **FUSED}, "parallel.expert": 1})

@@ -89,23 +89,31 @@ def test_every_planted_bug_is_detected(plan, bugs, verify_corpus, tmp_path):
     assert {name for name, plans in found.items() if plans} == set()
 
 
-def _beside_packed(corpus, folder):
-    build_model(small(corpus, **UNTIED), torch.float32, CPU).save_pretrained(folder)
-    model = {"model.architecture": None, "model.config": {}, "model.pretrained": str(folder)}
+DENSE = {**UNTIED, "model.adapter": ADAPTER}
+SPARSE_BASE = TRAINED["experts"] | {"model.adapter.targets": "all-linear"}
+
+
+def _beside_packed(corpus, folder, fields=DENSE):
+    recipe = small(corpus, **fields)
+    build_model(recipe.with_(**{"model.adapter": None}), torch.float32, CPU).save_pretrained(folder)
+    routed = {key: value for key, value in recipe.model.config.items() if key == "output_router_logits"}
+    model = {"model.architecture": None, "model.config": routed, "model.pretrained": str(folder)}
     model |= {"data.tokenizer": str(prepare(small(corpus)).tokenizer_dir)}
-    return small(corpus, **model, **{"model.adapter": ADAPTER, "model.quantize": "nf4"})
+    return small(corpus, **model, **{"model.adapter": recipe.model.adapter, "model.quantize": "nf4"})
 
 
 @pytest.mark.parametrize(
-    ("names", "nproc"),
+    ("fields", "names", "nproc"),
     [
-        pytest.param(["dp1-zero1-acc4"], 1, marks=SLOW),
-        pytest.param([FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
-        pytest.param([], 2, marks=BREADTH),
+        pytest.param(DENSE, ["dp1-zero1-acc4"], 1, marks=SLOW, id="layers"),
+        pytest.param(SPARSE_BASE, ["dp1-pp2-zero1-acc4"], 2, marks=SLOW, id="experts"),
+        pytest.param(DENSE, [FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH, id="some"),
+        pytest.param(DENSE, [], 2, marks=BREADTH, id="all"),
+        pytest.param(SPARSE_BASE, [], 2, marks=BREADTH, id="all of experts"),
     ],
 )
-def test_plans_with_4_bit_weights_are_certified(names, nproc, verify_corpus, tmp_path):
-    job = job_of(_beside_packed(verify_corpus, tmp_path / "base"), names, nproc)
+def test_plans_with_4_bit_weights_are_certified(fields, names, nproc, verify_corpus, tmp_path):
+    job = job_of(_beside_packed(verify_corpus, tmp_path / "base", fields), names, nproc)
     run_ranks(1, refer, job, tmp_path)
     verdicts = run_ranks(nproc, certified, job, tmp_path, timeout=600)[0]
     assert verdicts
