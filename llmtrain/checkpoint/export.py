@@ -186,14 +186,16 @@ def write_adapter(
     if part is not None and part.packed and not recipe.model.kept_rows:  # otherwise the exported base has their values
         (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
     trained = {adapter.weight_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
-    files = {adapter.file_name(name): name for name in trained}
+    stored = adapter.stored_modules(part.parameters if part else ())
+    files = {adapter.file_name(name, stored): name for name in trained}
 
     def read(key: str) -> Tensor:
-        like = trained[files[key]]
-        return reader.read_as(files[key], like).view(like.shape).to(dtype)
+        name, like = files[key], trained[files[key]]
+        return adapter.to_file(name, reader.read_as(name, like).view(like.shape).to(dtype)).contiguous()
 
     with create(folder / adapter.ADAPTER_FILE) as target:
-        stream_tensors(target.stream, {key: trained[name].data for key, name in files.items()}, read)
+        like = {key: adapter.to_file(name, trained[name].data) for key, name in files.items()}
+        stream_tensors(target.stream, like, read)
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

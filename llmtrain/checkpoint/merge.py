@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,10 +28,17 @@ from llmtrain.models.adapter import (
     ADAPTER_FILE,
     FILE_PREFIX,
     adapter_configuration,
+    from_file,
+    rank_of,
     saved_modules,
+    scale_of,
+    stored_modules,
     targeted_layers,
+    targeted_parameters,
+    to_file,
 )
 from llmtrain.models.build import configuration_of
+from llmtrain.models.experts import is_transposed, update_shapes
 from llmtrain.models.hub_names import WeightExporter, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer, reading
 from llmtrain.models.nf4 import round_trip
@@ -46,7 +53,7 @@ if TYPE_CHECKING:
     import peft
 
 LORA = ("lora_A.weight", "lora_B.weight", "lora_magnitude_vector")
-"""Tensors that the file of an adapter has for each linear layer; the last one only with DoRA."""
+"""Tensors that the file of an adapter has for each layer or parameter; the last one only with DoRA."""
 Into = Literal["trained", "full"]
 
 
@@ -179,6 +186,8 @@ class MergedWeights:
         """
         self._lora, self._base, self._folder, self._packed = lora, base, folder, packed
         self._modules = dict(model.named_modules())
+        self._parameters = targeted_parameters(model, lora)
+        self._stored = stored_modules(self._parameters)
         self._file = _opened(folder)
         names = self._file.keys()
         heads = {name.removeprefix(FILE_PREFIX): meta_tensor_like(self._file.get_slice(name)) for name in names}
@@ -200,16 +209,30 @@ class MergedWeights:
         if not is_finite(weight):
             raise self._not_finite(f"'{name}' of its base contains NaN or infinity")
         weight = round_trip(weight) if name in self._packed else weight
+        if name in self._parameters:
+            return weight + self._update(name) * scale_of(self._lora, name)
         if not name.endswith(".weight") or f"{module}.{LORA[0]}" not in self._shapes:
             return weight
         is_transposed = isinstance(self._modules[module], Conv1D)
         weight = weight.T if is_transposed else weight
         down, up = (self._tensor(f"{module}.{part}") for part in LORA[:2])
-        weight = weight + (up @ down) * self._scale(module)
+        weight = weight + (up @ down) * scale_of(self._lora, module)
         if self._lora.use_dora:
             magnitude = self._tensor(f"{module}.{LORA[2]}")
             weight *= (magnitude / torch.linalg.norm(weight, dim=1)).unsqueeze(1)
         return weight.T if is_transposed else weight
+
+    def _update(self, name: str) -> Tensor:
+        """Returns the product of the two matrices that an adapter has for a parameter, for each expert."""
+        a, b = (from_file(part, self._tensor(part), shape) for part, shape in self._update_parts(name))
+        update, module = b @ a, self._modules[name.rpartition(".")[0]]
+        return update.transpose(-2, -1) if is_transposed(module, update.ndim) else update
+
+    def _update_parts(self, name: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the names of these matrices in the file, and the shapes in which they are multiplied."""
+        module, stored = self._modules[name.rpartition(".")[0]], self._stored[name.removesuffix(".weight")]
+        shapes = update_shapes(module, self._parameters[name], rank_of(self._lora, name))
+        yield from zip((f"{stored}.{part}" for part in LORA[:2]), shapes, strict=True)
 
     def _tensor(self, name: str) -> Tensor:
         tensor: Tensor = self._file.get_tensor(FILE_PREFIX + name)
@@ -219,14 +242,6 @@ class MergedWeights:
 
     def _not_finite(self, message: str, fix: str = "") -> CheckpointError:
         return CheckpointError(Problem("merge.finite", str(self._folder), message, fix))
-
-    def _rank(self, module: str) -> int:
-        return int(_of_pattern(self._lora.rank_pattern, module, self._lora.r))
-
-    def _scale(self, module: str) -> float:
-        """Returns by what an adapter's update is multiplied (`peft.tuners.lora.layer.LoraLayer.update_layer`)."""
-        rank, alpha = self._rank(module), float(_of_pattern(self._lora.alpha_pattern, module, self._lora.lora_alpha))
-        return alpha / (math.sqrt(rank) if self._lora.use_rslora else rank)
 
     def _needed(self, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the weights that the adapter's configuration asks for, by their names in its file."""
@@ -238,12 +253,16 @@ class MergedWeights:
             for parameter, weight in model.get_submodule(name).named_parameters()
         }
         for module in targeted_layers(model, self._lora):
-            rank = self._rank(module)
+            rank = rank_of(self._lora, module)
             layer = model.get_submodule(module)
             out, width = layer.weight.shape[:: -1 if isinstance(layer, Conv1D) else 1]
             shapes = {LORA[0]: (rank, width), LORA[1]: (out, rank), LORA[2]: (out,)}
             needed |= {f"{module}.{part}": shapes[part] for part in parts}
-        return needed
+        return needed | {
+            part: tuple(to_file(part, torch.empty(shape, device="meta")).shape)
+            for name in self._parameters
+            for part, shape in self._update_parts(name)
+        }
 
     def _check(self, model: PreTrainedModel, integers: list[str]) -> None:
         """Raises CheckpointError if the adapter lacks weights, or has others than its configuration and base need."""
@@ -279,11 +298,3 @@ class MergedWeights:
             problems.append(Problem("merge.weights", str(self._folder), message))
         if problems:
             raise CheckpointError(problems)
-
-
-def _of_pattern(pattern: dict[str, Any] | None, module: str, default: Any) -> Any:
-    """Returns what PEFT takes for a module: the value of the first pattern that matches its name, or the default."""
-    from peft.utils.other import get_pattern_key
-
-    values = pattern or {}
-    return values.get(get_pattern_key(values.keys(), module), default)

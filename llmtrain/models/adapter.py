@@ -1,8 +1,10 @@
-"""Selects the trained part of a model: all of it, parameters by name, or low-rank adapters as PEFT's modules.
+"""Selects the trained part of a model: all of it, parameters by name, or low-rank adapters as those of PEFT.
 
 PEFT puts a module in the place of a linear layer, which becomes its child `base_layer`. Everything that names a weight
 for others (checkpoints, exports, `verify`) uses `weight_name`, so that weights keep their Hugging Face names, and
-adapters have those of PEFT's files.
+adapters of linear layers have those of PEFT's files. Adapters of single parameters, such as fused experts, are updates
+(`models.experts`), and named as if the parameter were a layer. Their names and shapes in PEFT's files are those of
+modules that PEFT wraps around each other (`peft.tuners.lora.layer.ParamWrapper`).
 
 `modules_to_save` are trained in place. PEFT would train a copy and keep the original, so that an adapter can
 be switched off; the computed gradients are the same.
@@ -13,10 +15,11 @@ PEFT is imported where it is used, because the import takes a second.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +31,7 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.errors import Problem, RecipeError, abbreviate, format_value, reason
 from llmtrain.models import nf4
+from llmtrain.models.experts import add_update, is_transposed, updates
 from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.initial import Gather, seed_for_name
 from llmtrain.models.loss import freeze_unused, target_loss_sum
@@ -36,7 +40,7 @@ from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model, packed_input
-from llmtrain.plan.facts.built_model import without_gradient
+from llmtrain.plan.facts.built_model import STACKS, has_fused_experts, without_gradient
 from llmtrain.plan.facts.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 from llmtrain.system.hub import stored_file
@@ -55,11 +59,11 @@ FILE_PREFIX = "base_model.model."
 DORA = "lora_magnitude_vector"
 """DoRA's vector of magnitudes: a parameter in PEFT's files, and a module with a parameter in its models."""
 CHANGES_MORE = (
-    *("layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "use_qalora"),
+    *("layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora"),
     *("lora_bias", "megatron_config", "use_bdlora", "arrow_config", "velora_config", "kasa_config"),
     *("monteclora_config", "ensure_weight_tying"),
 )
-"""Fields of PEFT's configuration with which an adapter is more than two matrices per linear layer."""
+"""Fields of PEFT's configuration with which an adapter is more than two matrices per layer or parameter."""
 LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Ways of drawing initial adapters that leave the weights of the base unchanged."""
 
@@ -71,14 +75,23 @@ _KINDS: dict[str, TypeAdapter[Any]] = {
     "rank_pattern": TypeAdapter(dict[str, _Rank] | None),
     "alpha_pattern": TypeAdapter(dict[str, _Factor] | None),
     "target_modules": TypeAdapter(str | set[str] | list[str] | None),
+    "target_parameters": TypeAdapter(list[str] | None),
     "modules_to_save": TypeAdapter(set[str] | list[str] | None),
 }
 """Types of the fields of PEFT's configuration that determine what is adapted, and how much."""
 
 
+_OF_PARAMETER = re.compile(r"\.lora_([AB])_(\w+)$")
+"""The end of the name of a matrix of an update."""
+
+
 def weight_name(name: str) -> str:
-    """Returns the name of a parameter without PEFT's additions: its Hugging Face name, or that in an adapter's file."""
-    return name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
+    """Returns the name of a parameter without PEFT's additions: its Hugging Face name, or that in an adapter's file.
+
+    The names of updates are made alike: `experts.lora_A_down_proj` is `experts.down_proj.lora_A.weight`.
+    """
+    plain = name.replace(".base_layer.", ".").replace(f".{ADAPTER}.", ".")
+    return _OF_PARAMETER.sub(lambda end: ("" if end[2] == "weight" else f".{end[2]}") + f".lora_{end[1]}.weight", plain)
 
 
 def is_adapter(name: str) -> bool:
@@ -94,6 +107,8 @@ class Trained:
     """Names of the parameters that are trained themselves; a tied one is listed under its first name."""
     modules: tuple[str, ...] = ()
     """Names of the linear layers with an adapter, in the model's order."""
+    parameters: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Names of the parameters with an adapter that belong to no linear layer, in the model's order; their shapes."""
     saved: tuple[str, ...] = ()
     """Names of the modules that are trained as a whole and saved with the adapter."""
     config: peft.LoraConfig | None = None
@@ -116,13 +131,14 @@ def select_trained(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     lora = adapter_configuration(model.adapter)
     saved, problems = saved_modules(whole, lora)
     adapted, others = _adapted_modules(whole, model.adapter, lora, saved)
-    if problems or others:
-        raise RecipeError([*others, *problems])
+    parameters, more = _adapted_parameters(whole, model.adapter, lora, saved)
+    if problems or others or more:
+        raise RecipeError([*others, *more, *problems])
     weights = frozenset(
         f"{name}.{parameter}" for name in saved for parameter, _ in whole.get_submodule(name).named_parameters()
     )
     packed = nf4.packed_names(whole, weights) if model.quantize == "nf4" else frozenset()
-    trained = Trained(weights, adapted, saved, lora, packed)
+    trained = Trained(weights, adapted, parameters, saved, lora, packed)
     _check_used(config, trained)
     return trained
 
@@ -167,10 +183,9 @@ def apply_adapter(
         parameter.requires_grad_(is_trained and parameter.requires_grad)
     if trained.config is None:
         return
-    if layer_names := _adapted_layers_in(model, trained):
-        _inject_adapter(model, trained.config, layer_names)
+    _add_adapters(model, trained)
     values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
-    _initialize_adapters(model, recipe.train.seed, gather, values, names or {})
+    _initialize_adapters(model, recipe.train.seed, gather, values, names or {}, stored_modules(trained.parameters))
 
 
 def outline(model: PreTrainedModel, recipe: Recipe) -> peft.LoraConfig:
@@ -180,14 +195,54 @@ def outline(model: PreTrainedModel, recipe: Recipe) -> peft.LoraConfig:
     assert trained.config is not None
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained.weights)
-    config = _inject_adapter(model, trained.config, list(trained.modules))
+    config = _add_adapters(model, trained)
+    config.target_parameters = list(trained.parameters) or None
     config.modules_to_save, config.inference_mode = list(trained.saved) or None, True
     return config
 
 
-def file_name(name: str) -> str:
-    """Returns the name in an adapter's file of a weight that `weight_name` gives this name."""
-    return FILE_PREFIX + (name.removesuffix(".weight") if name.endswith(f"{DORA}.weight") else name)
+def stored_modules(parameters: Iterable[str]) -> dict[str, str]:
+    """Returns where PEFT's files have the adapters of parameters: name, without `.weight`, → name of a module.
+
+    PEFT wraps the module of a parameter. If it has several, the wrapper of the last one is the outermost.
+    """
+    of_modules: dict[str, list[str]] = {}
+    for name in parameters:
+        of_modules.setdefault(name.rpartition(".")[0], []).append(name.removesuffix(".weight"))
+    return {
+        name: module + ".base_layer" * depth
+        for module, names in of_modules.items()
+        for depth, name in enumerate(reversed(names))
+    }
+
+
+def stored_name(name: str, stored: Mapping[str, str]) -> str:
+    """Returns the name in an adapter's file, without its prefix, of a weight that `weight_name` gives this name.
+
+    stored: of `stored_modules`.
+    """
+    module, lora, matrix = name.partition(".lora_")
+    return stored.get(module, module) + lora + matrix
+
+
+def file_name(name: str, stored: Mapping[str, str]) -> str:
+    """Returns the name in an adapter's file of a weight that `weight_name` gives this name; the rest as above."""
+    return FILE_PREFIX + stored_name(name.removesuffix(".weight") if name.endswith(f"{DORA}.weight") else name, stored)
+
+
+def to_file(name: str, value: Tensor) -> Tensor:
+    """Returns a weight as PEFT's files have it: A as [experts · rank, inputs], and B as [outputs, rank · experts]."""
+    if value.ndim < 3 or not is_adapter(name):
+        return value
+    return value.flatten(0, 1) if ".lora_A." in name else value.permute(1, 2, 0).flatten(1)
+
+
+def from_file(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns a weight of PEFT's files in the model's `shape`: the inverse of `to_file`."""
+    if len(shape) < 3 or not is_adapter(name):
+        return value
+    experts, rows, columns = shape
+    return value.view(shape) if ".lora_A." in name else value.view(rows, columns, experts).permute(2, 0, 1)
 
 
 def apply_adapter_to_stage(
@@ -212,6 +267,10 @@ def split_adapters(model: PreTrainedModel, tensor_parallel: TensorParallel) -> N
     for name, module in adapters(model):
         inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
         tensor_parallel.split_adapter(name, module.get_base_layer(), inner, outer, model.config)
+    for path, module in model.named_modules():
+        for name, update in updates(module):
+            base, transposed = getattr(module, name), is_transposed(module, update.a.ndim)
+            tensor_parallel.split_update(f"{path}.{name}", base, update.a, update.b, transposed, model.config)
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -263,7 +322,9 @@ def _adapted_modules(
     if adapter.pretrained is not None:
         field = "model.adapter.pretrained"
         targeted = [name for name in names if check_target_module_exists(lora, name)]
-        matched = {name: [name] for name in targeted} or {str(lora.target_modules): []}
+        matched = {name: [name] for name in targeted}
+        if not (targeted or lora.target_parameters):
+            matched = {str(lora.target_modules): []}
     elif adapter.targets == "all-linear":
         targeted = [name for name in names if name in linear - ends - unreached]
         matched = {"all-linear": targeted}
@@ -279,7 +340,7 @@ def _adapted_modules(
         message = (
             f"{abbreviate(others)} of {_type(whole)} is not a linear layer, and has no product to add an adapter to"
         )
-        fix = "name linear layers; experts that are stored as one tensor contain none"
+        fix = "name linear layers; model.adapter.target_parameters names fused experts"
         problems.append(Problem("adapter.linear", field, message, fix))
     of_linear = [linear.intersection(modules) for modules in matched.values()]
     if idle := [min(modules) for modules in of_linear if modules and modules <= unreached]:
@@ -290,6 +351,81 @@ def _adapted_modules(
         fix = "train it as a whole, with model.adapter.modules_to_save"
         problems.append(Problem("adapter.head", field, message, fix))
     return tuple(targeted), problems
+
+
+def _adapted_parameters(
+    whole: PreTrainedModel, adapter: LoraConfig, lora: peft.LoraConfig, saved: tuple[str, ...]
+) -> tuple[dict[str, tuple[int, ...]], list[Problem]]:
+    """Returns the parameters that an adapter targets by themselves, with their shapes, and problems with them."""
+    shapes = {
+        name: tuple(parameter.shape)
+        for name, parameter in whole.named_parameters()
+        if not name.startswith(tuple(f"{module}." for module in saved))
+    }
+    field, patterns = "model.adapter.target_parameters", list(adapter.target_parameters)
+    matched = {pattern: [name for name in shapes if matches(name, [pattern])] for pattern in patterns}
+    if adapter.pretrained is not None:
+        field, patterns = "model.adapter.pretrained", lora.target_parameters or []
+        matched = {pattern: _ending(shapes, pattern) for pattern in patterns}
+    own = {name: reason for name in shapes if (reason := _no_update(whole, name, shapes[name]))}
+    problems = []
+    if unmatched := [pattern for pattern, names in matched.items() if not names]:
+        message = f"{', '.join(unmatched)} matches no parameter of {_type(whole)}"
+        known = sorted({".".join(name.split(".")[-2:]) for name in shapes.keys() - own.keys()})
+        problems.append(Problem("adapter.targets", field, message, f"those of no layer are {abbreviate(known)}"))
+    targeted = {name for names in matched.values() for name in names}
+    if wrong := [name for name in shapes if name in targeted & own.keys()]:
+        message = f"{abbreviate(wrong)} of {_type(whole)} {own[wrong[0]]}"
+        fix = "name fused experts or routers; model.adapter.targets names linear layers"
+        problems.append(Problem("adapter.parameters", field, message, fix))
+    if idle := [name for name in without_gradient(whole.config) if name in targeted]:
+        message = f"the loss of {_type(whole)} does not depend on an adapter of {abbreviate(idle)}"
+        problems.append(Problem("adapter.unused", field, message, "name other parameters"))
+    return {name: shape for name, shape in shapes.items() if name in targeted}, problems
+
+
+def _no_update(whole: PreTrainedModel, name: str, shape: tuple[int, ...]) -> str:
+    """Returns why a parameter cannot have an adapter of its own; empty if it can."""
+    path, _, attribute = name.rpartition(".")
+    module = whole.get_submodule(path)
+    if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+        return "belongs to a layer, which has an adapter as a whole"
+    if len(shape) not in (2, 3):
+        return "is neither a matrix nor a stack of matrices"
+    if has_fused_experts(module) and attribute not in STACKS:
+        return "is added to the products of experts"
+    return ""
+
+
+def _ending(names: Iterable[str], target: str) -> list[str]:
+    """Returns the names that PEFT takes for one of its `target_parameters`."""
+    return [name for name in names if name == target or name.endswith(f".{target}")]
+
+
+def targeted_parameters(whole: PreTrainedModel, lora: peft.LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the names and shapes of the parameters that PEFT adapts in a model by themselves, in its order."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in whole.named_parameters()}
+    targeted = {name for target in lora.target_parameters or () for name in _ending(shapes, target)}
+    return {name: shape for name, shape in shapes.items() if name in targeted}
+
+
+def rank_of(lora: peft.LoraConfig, name: str) -> int:
+    """Returns the rank of the adapter of a layer or parameter."""
+    return int(_of_pattern(lora.rank_pattern, name, lora.r))
+
+
+def scale_of(lora: peft.LoraConfig, name: str) -> float:
+    """Returns by what an adapter's update is multiplied (`peft.tuners.lora.layer.LoraLayer.update_layer`)."""
+    rank, alpha = rank_of(lora, name), float(_of_pattern(lora.alpha_pattern, name, lora.lora_alpha))
+    return alpha / (math.sqrt(rank) if lora.use_rslora else rank)
+
+
+def _of_pattern(pattern: dict[str, Any] | None, name: str, default: Any) -> Any:
+    """Returns what PEFT takes for a name: the value of the first pattern that matches it, or the default."""
+    from peft.utils.other import get_pattern_key
+
+    values = pattern or {}
+    return values.get(get_pattern_key(values.keys(), name), default)
 
 
 def targeted_layers(whole: PreTrainedModel, lora: peft.LoraConfig) -> list[str]:
@@ -331,11 +467,13 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
         tiny_config = shrink_configuration(config)
         with torch.random.fork_rng(devices=[]):
             tiny = build_tiny_model(tiny_config, "eager").train()
-            assert trained.config is not None
-            _inject_adapter(tiny, trained.config, _adapted_layers_in(tiny, trained))
+            shapes = {name: tuple(parameter.shape) for name, parameter in tiny.named_parameters()}
+            own = {name: shapes[name] for name in trained.parameters if name in shapes}
+            _add_adapters(tiny, replace(trained, parameters=own))
             tokens, positions = packed_input(tiny_config)
             loss = target_loss_sum(tiny(input_ids=tokens, position_ids=positions, use_cache=False).logits, tokens)
             outer = {name: module.lora_B[ADAPTER].weight for name, module in adapters(tiny)}
+            outer |= {f"{path}.{name}": one.b for path, module in tiny.named_modules() for name, one in updates(module)}
             gradients = torch.autograd.grad(loss, list(outer.values()), allow_unused=True)
     except COPY_ERRORS as error:
         message = f"no adapter can be added to a tiny copy of {config.model_type} ({type(error).__name__}: {error})"
@@ -344,8 +482,19 @@ def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
     idle = [name for name, gradient in zip(outer, gradients, strict=True) if gradient is None]
     if idle:
         message = f"the loss of {config.model_type} does not depend on an adapter of {abbreviate(idle)}"
-        fix = "name the other linear layers in model.adapter.targets"
+        fix = "name the others in model.adapter.targets and model.adapter.target_parameters"
         raise RecipeError(Problem("adapter.unused", "model.adapter.targets", message, fix))
+
+
+def _add_adapters(model: PreTrainedModel, trained: Trained) -> peft.LoraConfig:
+    """Adds the adapters of the layers and parameters that a part of the model holds; returns PEFT's configuration."""
+    assert trained.config is not None
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, shape in trained.parameters.items():
+        path, _, attribute = name.rpartition(".")
+        if getattr(modules.get(path), attribute, None) is not None:
+            add_update(modules[path], attribute, shape, rank_of(trained.config, name), scale_of(trained.config, name))
+    return _inject_adapter(model, trained.config, _adapted_layers_in(model, trained))
 
 
 def _inject_adapter(model: PreTrainedModel, lora: peft.LoraConfig, names: list[str]) -> peft.LoraConfig:
@@ -357,8 +506,10 @@ def _inject_adapter(model: PreTrainedModel, lora: peft.LoraConfig, names: list[s
 
     injected = copy(lora)
     injected.target_modules, injected.modules_to_save, injected.exclude_modules = set(names), None, None
-    injected.layers_to_transform = injected.layers_pattern = None
+    injected.layers_to_transform = injected.layers_pattern = injected.target_parameters = None
     injected.init_lora_weights, injected.inference_mode = True, False
+    if not names:
+        return injected
     injected.fan_in_fan_out = isinstance(model.get_submodule(names[0]), Conv1D)
     frozen = {id(parameter): parameter.requires_grad for parameter in model.parameters()}
     devices = [torch.device("cuda", torch.cuda.current_device())] if torch.cuda.is_available() else []
@@ -385,10 +536,11 @@ def _initialize_adapters(
     gather: Gather | None,
     values: Mapping[str, Tensor] | None,
     names: Mapping[str, str],
+    stored: Mapping[str, str],
 ) -> None:
     """Writes the initial values: A as `nn.Linear` draws it, from the seed and its name, and zeros for B.
 
-    values: those of a pretrained adapter, including the modules that it trains as a whole.
+    values: those of a pretrained adapter, including the modules that it trains as a whole. stored: of `stored_modules`.
     """
     for name, parameter in model.named_parameters():
         weight = weight_name(names.get(name, name))
@@ -396,30 +548,33 @@ def _initialize_adapters(
             continue
         with nullcontext() if gather is None or is_adapter(weight) else gather([parameter]):
             if values is not None:
-                parameter.copy_(_pretrained_value(values, weight, parameter))
+                parameter.copy_(_pretrained_value(values, stored_name(weight, stored), parameter))
             elif ".lora_A." in weight:
                 parameter.copy_(_draw_lora_a(parameter, seed_for_name(seed, weight)))
     if values is not None and names == {}:
-        known = {weight_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained = (weight_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
+        known = {stored_name(name, stored) for name in trained}
         if extra := sorted(values.keys() - known):
             message = f"contains weights that the model does not have: {abbreviate(extra)}"
             raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))
 
 
 def _draw_lora_a(like: Tensor, seed: int) -> Tensor:
-    """Draws A as LoRA's own code does (`loralib/layers.py`), in fp32 and on the host, so that ranks draw alike."""
+    """Draws A as LoRA's own code does (`loralib/layers.py`), in fp32 and on the host, so that ranks draw alike.
+
+    For experts, it is drawn as the matrix of PEFT's file.
+    """
     drawn = torch.empty(like.shape, dtype=torch.float32)
-    return nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator().manual_seed(seed)
+    return nn.init.kaiming_uniform_(drawn.flatten(0, -2), a=math.sqrt(5), generator=generator).view(like.shape)
 
 
 def _pretrained_value(values: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
-    value = values.get(name)
-    if value is None or value.shape != like.shape:
-        message = (
-            f"has no weight '{name}'" if value is None else f"'{name}' is {list(value.shape)}, not {list(like.shape)}"
-        )
+    value, shape = values.get(name), to_file(name, like.detach().to("meta")).shape
+    if value is None or value.shape != shape:
+        message = f"has no weight '{name}'" if value is None else f"'{name}' is {list(value.shape)}, not {list(shape)}"
         raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))
-    return value.to(like)
+    return from_file(name, value, tuple(like.shape)).to(like)
 
 
 def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
@@ -462,6 +617,9 @@ def _pretrained_configuration(adapter: LoraConfig) -> peft.LoraConfig:
     if more:
         values = ", ".join(f"{name} = {getattr(config, name)}" for name in more)
         raise RecipeError(Problem("adapter.kind", field, f"{adapter.pretrained} has {values}, which is not supported"))
+    if config.target_parameters and (adapter.dropout or config.use_dora):
+        message = f"{adapter.pretrained} has target_parameters, for which neither dropout nor DoRA is defined"
+        raise RecipeError(Problem("adapter.parameters", field, message, "--set model.adapter.dropout=0"))
     config.lora_dropout = adapter.dropout
     return config
 

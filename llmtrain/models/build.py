@@ -143,7 +143,7 @@ def build_model(
     weights = {name: parameter for name, parameter in model.named_parameters() if name not in packed}
     _set_weights(model, weights, recipe, config, gather, is_reader)
     if packed:
-        nf4.pack_linear_layers(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
+        nf4.pack_weights(model, packed, read_pretrained(recipe.model, config).tensor, device, dtype)
         model.to(device)
     adapter.apply_adapter(freeze_unused(model), trained, recipe, gather)
     return model
@@ -290,7 +290,7 @@ def stage_builder(
         _set_weights(stage.model, weights, recipe, config, whole)
         if packed:
             names = {name: whole for name, whole in stage.hf_names.items() if whole in packed}
-            nf4.pack_linear_layers(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
+            nf4.pack_weights(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
             stage.to(device)
         adapter.apply_adapter_to_stage(stage, trained, recipe, tensor_parallel)
         return stage

@@ -1,4 +1,4 @@
-"""Frozen linear layers in 4 bits: NF4 with double quantization, the format of QLoRA (arXiv 2305.14314).
+"""Frozen layers and experts in 4 bits: NF4 with double quantization, the format of QLoRA (arXiv 2305.14314).
 
 A weight is divided into blocks of 64 elements. Each element is one of 16 quantiles of a normal distribution, times the
 block's largest magnitude. The mean of these magnitudes is subtracted, and the rest is rounded to 8 bits in blocks of
@@ -13,6 +13,7 @@ to bf16 would round.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from transformers import PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.stages import decoder_layers
+from llmtrain.overrides.transformers import use_experts_function
+from llmtrain.plan.facts.built_model import STACKS, has_fused_experts
 from llmtrain.plan.facts.weights import BLOCK, BLOCKS
 
 LEVELS = (
@@ -78,6 +81,76 @@ class _Product(torch.autograd.Function):
         return gradient @ dequantize(ctx.saved_tensors, ctx.shape, gradient.dtype), *[None] * 6
 
 
+class Nf4Stack(nn.Module):
+    """The frozen matrices of a layer's experts with 4 bits per element, each of which is unpacked while it is used."""
+
+    def __init__(self, stack: Tensor, dtype: torch.dtype, tables: Tensor) -> None:
+        """stack: [experts, ...]. dtype: type of the products. tables: those of `make_tables`, which layers share."""
+        super().__init__()
+        self.shape, self.dtype = stack.shape, dtype
+        parts = zip(*(quantize(matrix) for matrix in stack), strict=True)
+        for name, buffers in zip(("packed", "scales", "ranges"), parts, strict=True):
+            self.register_buffer(name, torch.stack(buffers), persistent=False)
+        self.register_buffer("tables", tables, persistent=False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is held."""
+        return self.get_buffer("packed").device
+
+    @property
+    def weight(self) -> Tensor:
+        """The stack that the packed one stands for."""
+        return torch.stack([_matrix(tuple(self.buffers()), self.shape, n, self.dtype) for n in range(self.shape[0])])
+
+    def multiply(self, inputs: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+        """Returns the product of each row with the matrix of its expert.
+
+        inputs: [rows, width], sorted by expert. ends: [experts], the end of each expert's rows. transposed: whether
+        matrices are [inputs, outputs].
+        """
+        inputs = inputs.to(self.dtype)
+        product: Tensor = _StackProduct.apply(inputs, ends, self.shape, transposed, *self.buffers())  # type: ignore[no-untyped-call]
+        return product
+
+
+class _StackProduct(torch.autograd.Function):
+    """Products of groups of rows with a matrix each. Matrices are made again for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, ends: Tensor, shape: torch.Size, transposed: bool, *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(*stored)
+        ctx.arguments = (bounds := [0, *ends.tolist()], shape, transposed)
+        return _multiply_groups(inputs, bounds, shape, stored, transposed)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        bounds, shape, transposed = ctx.arguments
+        return _multiply_groups(gradients[0], bounds, shape, ctx.saved_tensors, not transposed), *[None] * 7
+
+
+def _multiply_groups(
+    inputs: Tensor, bounds: Sequence[int], shape: torch.Size, stored: Sequence[Tensor], by_rows: bool
+) -> Tensor:
+    """Multiplies each group of rows with its matrix, or, unless by_rows, with the transpose.
+
+    In the type of the rows: autocast does not apply to grouped products either.
+    """
+    product = inputs.new_zeros(len(inputs), shape[-1] if by_rows else shape[-2])
+    with torch.autocast(inputs.device.type, enabled=False):
+        for number, (first, end) in enumerate(pairwise(bounds)):
+            if first < end:
+                matrix = _matrix(stored, shape, number, inputs.dtype)
+                product[first:end] = inputs[first:end] @ (matrix if by_rows else matrix.T)
+    return product
+
+
+def _matrix(stored: Sequence[Tensor], shape: torch.Size, number: int, dtype: torch.dtype) -> Tensor:
+    """Returns a matrix of a stack, given its buffers."""
+    *own, tables = stored
+    return dequantize((*(buffer[number] for buffer in own), tables), (shape[1], shape[2]), dtype)
+
+
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a weight as (elements, two in a byte; scales of blocks, one byte each; scales of these scales).
 
@@ -115,29 +188,38 @@ def dequantize(stored: Sequence[Tensor], shape: tuple[int, int], dtype: torch.dt
 
 
 def round_trip(weight: Tensor) -> Tensor:
-    """Returns a weight, in fp32, as training reads it: quantized and dequantized."""
+    """Returns a weight or a stack, in fp32, as training reads it: quantized and dequantized."""
+    if weight.ndim == 3:
+        return torch.stack([round_trip(matrix) for matrix in weight])
     rows, columns = weight.shape
     return dequantize((*quantize(weight), make_tables(weight.device)), (rows, columns), torch.float32)
 
 
 def packed_names(model: PreTrainedModel, trained: frozenset[str]) -> frozenset[str]:
-    """Returns the names of the weights that are held in 4 bits: those of the frozen linear layers of the decoder.
+    """Returns the names of the weights that are held in 4 bits: of frozen linear layers and experts of the decoder.
 
     trained: names of the weights that are not frozen. Raises RecipeError if there are none.
     """
     prefix, layers = decoder_layers(model)
     linear = (name for name, module in layers.named_modules(prefix=prefix) if type(module) is nn.Linear)
-    names = frozenset(f"{name}.weight" for name in linear) - trained
+    stacks = {
+        f"{name}.{stack}"
+        for name, module in layers.named_modules(prefix=prefix)
+        if has_fused_experts(module)
+        for stack, _ in module.named_parameters(recurse=False)
+        if stack in STACKS
+    }
+    names = frozenset({f"{name}.weight" for name in linear} | stacks) - trained
     if not names:
-        message = f"the decoder layers of {model.config.model_type} have no frozen nn.Linear"
+        message = f"the decoder layers of {model.config.model_type} have no frozen nn.Linear, and no fused experts"
         raise RecipeError(Problem("model.quantize", "model.quantize", message, "--set model.quantize=none"))
     return names
 
 
-def pack_linear_layers(
+def pack_weights(
     model: nn.Module, names: Mapping[str, str], read: Callable[[str], Tensor], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Replaces linear layers by packed layers, one at a time.
+    """Replaces linear layers and stacks of experts by packed ones, one at a time.
 
     names: name of each weight in `model` → the name under which `read` returns it.
     """
@@ -145,8 +227,13 @@ def pack_linear_layers(
     for name, whole in names.items():
         path, _, attribute = name.removesuffix(".weight").rpartition(".")
         parent = model.get_submodule(path)
-        layer: Any = parent.get_submodule(attribute)
-        setattr(parent, attribute, Nf4Linear(read(whole).to(device), layer.bias, dtype, tables))
+        layer: Any = getattr(parent, attribute)
+        if not isinstance(layer, nn.Parameter):
+            setattr(parent, attribute, Nf4Linear(read(whole).to(device), layer.bias, dtype, tables))
+            continue
+        delattr(parent, attribute)
+        setattr(parent, attribute, Nf4Stack(read(whole).to(device), dtype, tables))
+        use_experts_function(parent)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -155,6 +242,8 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, module in model.named_modules():
         if isinstance(module, Nf4Linear):
             yield f"{name}.weight", module.weight
+        elif isinstance(module, Nf4Stack):
+            yield name, module.weight
 
 
 def _in_blocks(values: Tensor, size: int) -> Tensor:

@@ -5,17 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from functools import partial, wraps
 from types import MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
+from transformers.integrations import moe
 
 from llmtrain.overrides import replaced
 
 Change = Callable[[Tensor, Any, Any, Tensor | None], tuple[Tensor, Tensor | None]]
 """Maps embeddings, mask, cache and positions of a call to the embeddings and positions from which a mask is made."""
+
+EXPERTS_FUNCTION = "llmtrain"
+"""The name of llmtrain's function among those of `transformers` that compute experts (`ExpertsInterface`)."""
 
 _changes: list[Change] = []
 
@@ -141,3 +146,24 @@ def unsaved_names(model: PreTrainedModel) -> set[str]:
 def checkpoint_with(layer: nn.Module, run: Callable[..., Any]) -> None:
     """Lets a decoder layer whose checkpointing is switched on run by `run`, in place of torch's `checkpoint`."""
     layer._gradient_checkpointing_func = run  # type: ignore[assignment]
+
+
+def grouped_linear(
+    inputs: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, transposed: bool = False
+) -> Tensor:
+    """Multiplies each group of rows with a matrix of its own, by torch's kernel or in a loop, and adds a bias per row.
+
+    inputs: [rows, width], sorted by group. weight: [groups, outputs, width], or [groups, width, outputs] if transposed.
+    ends: [groups], int32, the end of each group. bias: [rows, outputs].
+    """
+    result: Tensor = moe._grouped_linear(inputs, weight, ends, bias=bias, is_transposed=transposed)
+    return result
+
+
+def use_experts_function(module: Any) -> None:
+    """Lets a module compute its experts by `llmtrain.models.experts.forward`.
+
+    The modules of a model share its configuration, which names the function of all.
+    """
+    module.config = copy(module.config)
+    module.config._experts_implementation = EXPERTS_FUNCTION

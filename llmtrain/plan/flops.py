@@ -38,7 +38,7 @@ def layer_costs(facts: ModelFacts, sequence_length: int) -> list[float]:
     costs = []
     for index, (parameters, idle) in enumerate(zip(facts.layer_parameters, facts.layer_idle_parameters, strict=True)):
         used = parameters - idle
-        trained = min(facts.layer_trained_parameters[index], used) if facts.layer_trained_parameters else used
+        trained = facts.layer_trained_parameters[index] if facts.layer_trained_parameters else used
         is_reached = index >= below
         costs.append(2.0 * ((1 + is_reached) * used + trained) + (attention if is_reached else attention / 3))
     costs[-1] += (6.0 if facts.trains_head else 4.0) * head_parameters(facts)

@@ -29,7 +29,11 @@ class LoraConfig(Part):
     """Dropout of the input of A."""
     targets: Literal["all-linear"] | Many[str] = "all-linear"
     """Linear layers to adapt: all in the decoder, or those whose name, or its end after a dot, matches one of these
-    patterns: `q_proj`, `model.layers.1?.mlp.*`."""
+    patterns: `q_proj`, `model.layers.1?.mlp.*`. `()`: none, with `target_parameters` only."""
+    target_parameters: Many[str] = ()
+    """Parameters to adapt that belong to no linear layer: fused experts, such as `experts.gate_up_proj` and
+    `experts.down_proj`, and routers that are no linear layer, such as `mlp.gate.weight`. Patterns as in `targets`. Each
+    expert has an adapter of its own."""
     dora: bool = False
     """Also train the norm of each row of a matrix (DoRA, arXiv 2402.09353)."""
     rslora: bool = False
@@ -113,8 +117,8 @@ class ModelConfig(Part):
     all are trained."""
 
     quantize: Literal["none", "nf4"] = "none"
-    """`nf4`: with an `adapter` on `pretrained` weights, store the frozen linear layers of the decoder in 4.127 bits per
-    element (QLoRA, arXiv 2305.14314). Embedding, norms, head and all other layers are not quantized."""
+    """`nf4`: with an `adapter` on `pretrained` weights, store the frozen linear layers and fused experts of the decoder
+    in 4.127 bits per element (QLoRA, arXiv 2305.14314). Embedding, norms, head and all else are not quantized."""
 
     @property
     def attention_kernel(self) -> str:

@@ -20,17 +20,21 @@ from llmtrain.checkpoint.base import base_of, check_base
 from llmtrain.checkpoint.contents import TrainerState, read_state
 from llmtrain.checkpoint.export import export
 from llmtrain.checkpoint.folder import newest
+from llmtrain.checkpoint.merge import merge
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.cli import app
 from llmtrain.errors import CheckpointError, UserError
 from llmtrain.models import build_model
 from llmtrain.models.inference.generate import generate
+from llmtrain.models.inference.load import load_causal_lm
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.predict.model_state import checkpoint_bytes
 from llmtrain.recipe import Recipe
 from tests.helpers.batches import global_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import take_steps
+from tests.helpers.moe import CONFIGS
 from tests.helpers.traces import engine_of, plain_run, plan_of, worst
 
 CPU = torch.device("cpu")
@@ -201,6 +205,37 @@ def test_peft_loads_an_exported_adapter(base, tokenizer, tmp_path, name):
         continued = recipe_on(base, **{"model.adapter": {"pretrained": str(tmp_path / "out")}})
         model = build_model(continued, torch.float32, CPU).eval()
         assert np.array_equal(_logits(model).numpy(), expected)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], []], ids=["beside layers", "alone"])
+def test_adapters_of_experts_pass_between_a_run_and_peft(tokenizer, tmp_path, targets):
+    folder, out, theirs = (tmp_path / name for name in ("base", "out", "theirs"))
+    model = {"architecture": "mixtral", "config": CONFIGS["mixtral"]}
+    build_model(tiny_recipe(model=model), torch.float32, CPU).save_pretrained(folder)
+    adapted = {"target_parameters": ["experts.*_proj", "mlp.gate.weight"], "targets": targets}
+    recipe = recipe_on(folder, **PLAIN, **{"model.adapter": {"rank": 3, "alpha": 8.0, "rslora": True, **adapted}})
+    expected = run_ranks(1, _trained_here, recipe, tmp_path / "run")[0]
+    export(newest(tmp_path / "run"), tokenizer, out)
+    merge(out, tmp_path / "merged")
+    merged = load_causal_lm(tmp_path / "merged", trust_remote_code=False)
+    base = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert np.abs(_logits(base).numpy() - expected).max() > 1e-2
+    loaded = peft.PeftModel.from_pretrained(base, out)
+    for one in (merged, loaded, load_causal_lm(out, trust_remote_code=False)):
+        np.testing.assert_allclose(_logits(one.eval()).numpy(), expected, rtol=0, atol=FP32)
+    loaded.save_pretrained(theirs)
+    files = [load_file(one / "adapter_model.safetensors") for one in (out, theirs)]
+    assert files[0].keys() == files[1].keys()
+    continued = recipe_on(folder, **{"model.adapter": {"pretrained": str(theirs)}})
+    assert np.array_equal(_logits(build_model(continued, torch.float32, CPU).eval()).numpy(), expected)
+    trained = sum(one.numel() for one in files[1].values())
+    assert model_facts(continued.model, None).trained_parameters == trained
+    in_4_bit = recipe_on(folder, **PLAIN, **IN_NF4, **{"model.adapter": recipe.model.adapter})
+    expected = run_ranks(1, _trained_here, in_4_bit, tmp_path / "packed")[0]
+    export(newest(tmp_path / "packed"), tokenizer, tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "values")
+    found = _logits(load_causal_lm(tmp_path / "values", trust_remote_code=False).eval()).numpy()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=FP32)
 
 
 def test_an_adapter_of_new_weights_is_exported_with_them(tokenizer, tmp_path):

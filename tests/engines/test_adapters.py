@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import peft
 import pytest
 import torch
@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.engines.optim import schedule
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
-from llmtrain.models.adapter import weight_name
+from llmtrain.models.adapter import file_name, select_trained, stored_modules, to_file, weight_name
+from llmtrain.models.build import training_configuration
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.recipe import Recipe
-from tests.helpers.batches import GLOBAL_BATCH, WRAPPER, step_batch, tiny_recipe
+from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, WRAPPER, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import INDEXED, moe_recipe
 from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace, worst
@@ -50,10 +51,21 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 UNTIED = {"model.config.tie_word_embeddings": False}
 LORA = {"model.adapter": {"rank": 4, "alpha": 16.0}}
+FUSED = {
+    **{"model.architecture": "mixtral", "model.config.num_local_experts": 4},
+    "model.adapter": {
+        "rank": 4,
+        "alpha": 16.0,
+        "targets": ["q_proj"],
+        "target_parameters": ["gate_up_proj", "down_proj"],
+    },
+}
+EXPERTS = {"target_parameters": ["experts.*_proj", "mlp.gate.weight"]}
 TRAINED: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "scaled by rank": {"model.adapter": {"rank": 4, "alpha": 16.0, "rslora": True, "targets": ["q_proj", "o_proj"]}},
     "head": {"model.adapter": {"rank": 4, "targets": ["mlp.*"], "modules_to_save": ["lm_head"]}, **UNTIED},
+    "experts": {**MIXTRAL, "model.adapter": {"rank": 3, "alpha": 16.0, "targets": ["v_proj"], **EXPERTS}},
     "last layer": {"model.adapter": {"rank": 4, "targets": ["model.layers.1.*_proj"]}},
     "first layer": {"model.adapter": {"rank": 4, "targets": ["model.layers.0.*_proj"]}},
     "norms": {"model.trainable": ["*norm.weight"]},
@@ -115,13 +127,28 @@ def test_gradients_of_slices_are_summed_although_others_are_delayed():
     check(4, [("lora", "pipeline tensor")], **split, **{"model.config.num_hidden_layers": 4})
 
 
-def _by_hand(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
+def as_in_file(weights: Mapping[str, torch.Tensor], recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The adapters among the weights, as PEFT's files have them."""
+    trained = select_trained(recipe, training_configuration(recipe))
+    stored = stored_modules(trained.parameters)
+    return {file_name(name, stored): to_file(name, one) for name, one in weights.items() if ".lora_" in name}
+
+
+def _by_hand(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and adapters of a loop that knows nothing but torch and PEFT."""
-    drawn = build_model(recipe, torch.float32, torch.device("cpu")).state_dict()
+    drawn = {
+        weight_name(name): weight
+        for name, weight in build_model(recipe, torch.float32, torch.device("cpu")).state_dict().items()
+    }
     config = AutoConfig.for_model(recipe.model.architecture, **recipe.model.config)
-    base = AutoModelForCausalLM.from_config(config)
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
-    model.load_state_dict({f"base_model.model.{name}": weight for name, weight in drawn.items()}, strict=False)
+    base = AutoModelForCausalLM.from_config(config, attn_implementation=recipe.model.attention_kernel)
+    base.load_state_dict({name: weight for name, weight in drawn.items() if ".lora_" not in name})
+    adapter = recipe.model.adapter
+    targets = adapter.targets if adapter.targets == "all-linear" else [*adapter.targets]
+    parameters = [*adapter.target_parameters] or None
+    lora = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, target_parameters=parameters)
+    model = peft.get_peft_model(base, lora)
+    peft.set_peft_model_state_dict(model, as_in_file(drawn, recipe))
     optim = recipe.optim
     trained = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(
@@ -141,21 +168,21 @@ def _by_hand(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, np.ndar
         torch.nn.utils.clip_grad_norm_(trained, optim.clip_grad_norm)
         optimizer.step()
         rates.step()
-    return losses, {
-        weight_name(name.removeprefix("base_model.model.")): one.detach().numpy()
-        for name, one in model.named_parameters()
-    }
+    return losses, peft.get_peft_model_state_dict(model)
 
 
-def test_a_run_matches_a_plain_loop_with_peft():
-    recipe = tiny_recipe(**LORA, **{"parallel.backend": "data_parallel"})
+@pytest.mark.parametrize("fields", [pytest.param(LORA, id="layers"), pytest.param(FUSED, id="experts")])
+def test_a_run_matches_a_plain_loop_with_peft(fields):
+    recipe = tiny_recipe(**fields, **{"parallel.backend": "data_parallel"})
     losses, weights = _by_hand(recipe, STEPS)
     run = run_ranks(1, run_recipes, [recipe], 1)[0][0]
     assert worst(run.losses, losses) < 1e-6
-    assert run.weights.keys() == weights.keys()
+    trained = as_in_file({name: torch.from_numpy(weight) for name, weight in run.weights.items()}, recipe)
+    assert weights
+    assert trained.keys() == weights.keys()
     for name, weight in weights.items():
-        np.testing.assert_allclose(run.weights[name], weight, rtol=0, atol=1e-6, err_msg=name)
-    assert any(np.any(weight) for name, weight in weights.items() if "lora_B" in name)
+        torch.testing.assert_close(trained[name], weight, rtol=0, atol=1e-6, msg=name)
+        assert torch.any(weight)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -163,6 +190,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no linear layer": ({"model.adapter": {"rank": 4, "targets": ["self_attn"]}}, "adapter.linear"),
     "the head": ({"model.adapter": {"rank": 4, "targets": ["lm_head"]}}, "adapter.head"),
     "a tied head": ({"model.adapter": {"rank": 4, "modules_to_save": ["lm_head"]}}, "adapter.tied"),
+    "no such parameter of its own": (
+        {"model.adapter": {"rank": 4, "target_parameters": ["experts.w1"]}},
+        "adapter.targets",
+    ),
+    "a layer's parameter": (
+        {"model.adapter": {"rank": 4, "target_parameters": ["q_proj.weight"]}},
+        "adapter.parameters",
+    ),
+    "a vector": ({"model.adapter": {"rank": 4, "target_parameters": ["norm.weight"]}}, "adapter.parameters"),
     "no such module to save": ({"model.adapter": {"rank": 4, "modules_to_save": ["score"]}}, "adapter.modules"),
     "no such parameter": ({"model.trainable": ["lm_head.bias"]}, "model.trainable"),
 }

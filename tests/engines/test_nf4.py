@@ -12,6 +12,7 @@ import torch
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, nf4
+from llmtrain.models.adapter import weight_name
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.facts.weights import packed_bytes
@@ -22,6 +23,7 @@ from llmtrain.trials.verify import reference
 from llmtrain.trials.verify.reference import ReferenceLoop
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
+from tests.helpers.moe import CONFIGS, GPT_OSS
 from tests.helpers.traces import Trace, assert_same, engine_of, plain_run, plan_of, trace
 
 CPU = torch.device("cpu")
@@ -143,6 +145,38 @@ def test_a_4_bit_layer_equals_a_layer_with_the_dequantized_values(dtype):
     with torch.autocast("cpu", torch.bfloat16):
         cast = torch.nn.functional.linear(same, nf4.round_trip(weight), layer.bias)
         assert torch.equal(layer(inputs), cast)
+
+
+@pytest.mark.parametrize("model", [{"architecture": "mixtral", "config": CONFIGS["mixtral"]}, GPT_OSS])
+def test_experts_in_4_bit_equal_experts_with_the_dequantized_values(model, tmp_path):
+    build_model(tiny_recipe(model=model), torch.float32, CPU).save_pretrained(tmp_path)
+    adapter = {"rank": 3, "targets": ["q_proj"], "target_parameters": ["experts.down_proj"]}
+    fields = {"model.adapter": adapter, "model.attention": model.get("attention", "sdpa")}
+    recipe = recipe_on(tmp_path, **fields)
+    packed = build_model(recipe, torch.float32, CPU)
+    plain = build_model(recipe_on(tmp_path, **fields, **{"model.quantize": "none"}), torch.float32, CPU)
+    held = dict(ReferenceLoop(recipe, {}, CPU).named_weights())
+    for name, weight in plain.named_parameters():
+        if ".lora_" not in name:
+            weight.data.copy_(held[weight_name(name)])
+    gradients, logits = [], []
+    for one in (packed, plain):
+        for name, weight in one.named_parameters():
+            if "lora_B" in name:
+                weight.data.copy_(torch.linspace(-0.2, 0.2, weight.numel()).view_as(weight))
+        logits.append(one(input_ids=torch.arange(32).view(2, 16)).logits)
+        logits[-1].square().sum().backward()
+        gradients.append({name: weight.grad for name, weight in one.named_parameters() if weight.requires_grad})
+    torch.testing.assert_close(*logits)
+    torch.testing.assert_close(*gradients)
+    parts = [part for part in packed.modules() if isinstance(part, nf4.Nf4Linear | nf4.Nf4Stack)]
+    tables = parts[0].get_buffer("tables").nbytes
+    weights = model_facts(recipe.model, recipe.vocab_size).weights
+    counted = [one for _, one in weights.in_layers() if one.packed]
+    assert sum(".experts." in one.name for one in counted) == 4
+    assert sum(one.matrices * packed_bytes(one.elements // one.matrices) for one in counted) == sum(
+        buffer.nbytes for part in parts for buffer in part.buffers()
+    ) - tables * len(parts)
 
 
 def _packed_bytes(rank: int, recipe: Recipe) -> int:

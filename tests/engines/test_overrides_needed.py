@@ -197,6 +197,12 @@ REMOVALS = (
         TRANSFORMERS,
     ),
     Removal(
+        "_experts_implementation",
+        *_removed("module.config._experts_implementation = EXPERTS_FUNCTION"),
+        f"{ENGINES}test_adapters.py",
+        TRANSFORMERS,
+    ),
+    Removal(
         "apply_rotary_pos_emb",
         'ROTATION = ("apply_rotary_pos_emb"',
         'ROTATION = ("no_such_function"',

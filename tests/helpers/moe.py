@@ -49,6 +49,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """Tiny configurations of the families whose experts can be distributed over ranks."""
 
+GPT_OSS = {
+    "architecture": "gpt_oss",
+    "attention": "eager",
+    "config": _COMMON | _BALANCED | {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+"""A model whose experts have transposed matrices, biases, and gates beside each input."""
+
 INDEXED = {
     **{"vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 8},

@@ -57,7 +57,7 @@ def base_not_in_4_bit(patch):
         for name, whole in names.items():
             model.get_parameter(name).data.copy_(read(whole))
 
-    patch.setattr(nf4, "pack_linear_layers", fill)
+    patch.setattr(nf4, "pack_weights", fill)
 
 
 def scales_in_4_bit_without_their_mean(patch):

@@ -13,6 +13,7 @@ from llmtrain.plan.flops import backward_layers, flops_per_token, layer_costs
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import MIXTRAL, tiny_recipe
+from tests.helpers.moe import GPT_OSS
 
 UNTIED = {"model.config.tie_word_embeddings": False}
 QWEN_MOE = {
@@ -30,17 +31,26 @@ MODELS = {
     "gemma2": {"model.architecture": "gemma2", "model.config.head_dim": 16, "model.attention": "eager"},
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN_MOE,
+    "gpt_oss": {"model": GPT_OSS},
     "gpt2": GPT2,
     "phi": {"model.architecture": "phi", **UNTIED},
 }
 PARTS = {
     "all-linear": {"model.adapter": {"rank": 3}},
+    "experts": {"model.adapter": {"rank": 3, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}},
+    "routers": {
+        "model.adapter": {"rank": 3, "targets": [], "target_parameters": ["1.mlp.*.down_proj", "mlp.*r.weight"]}
+    },
     "dora": {"model.adapter": {"rank": 3, "dora": True, "targets": ["*.1.*proj"]}},
     "saved": {"model.adapter": {"rank": 3, "targets": ["*attn.?_proj"], "modules_to_save": ["*norm"]}},
     "named": {"model.trainable": ["*.1.*", "lm_head.*"]},
 }
 CASES = [
     *((name, "all-linear") for name in MODELS),
+    ("mixtral", "experts"),
+    ("qwen3_moe", "experts"),
+    ("gpt_oss", "experts"),
+    ("gpt_oss", "routers"),
     ("llama", "dora"),
     ("gpt2", "dora"),
     ("qwen3", "saved"),

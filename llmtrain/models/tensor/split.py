@@ -129,6 +129,34 @@ class TensorParallel:
         split_layer.weight.tensor_shard, split_layer.weight.model_parallel = shard, True
         STYLES[style].install(split_layer, block, config)
 
+    def split_update(
+        self, name: str, base: Tensor, a: Tensor, b: Tensor, transposed: bool, config: PreTrainedConfig
+    ) -> None:
+        """Shards a low-rank update of a parameter like this parameter.
+
+        name: of the parameter. a: [experts, rank, inputs]. b: [experts, outputs, rank]. transposed: whether the
+        parameter is [experts, inputs, outputs]. The matrix that stays whole is applied between collectives of the
+        experts, so a rank computes a part of its gradient, which is all-reduced. Raises FamilyError for a parameter of
+        another style than that of experts.
+        """
+        module, shard = name.rpartition(".")[0], shard_of(base)
+        style = self.split.styles.get(module, "replicate")
+        if shard is None:
+            is_partial = style == "replicated_with_grad_allreduce"
+            if is_partial or (self._sequence_parallel and self._sequence_parallel.has_partial_gradients(module)):
+                all_reduce_gradient(a, self.group)
+                all_reduce_gradient(b, self.group)
+            return
+        if style != EXPERTS or shard.dim not in (1, 2):
+            raise no_split(config, f"an adapter of {name} has no split like that of the parameter ('{style}')")
+        splits_outputs = (shard.dim == 2) == transposed
+        matrix: Any
+        matrix, whole = (b, a) if splits_outputs else (a, b)
+        all_reduce_gradient(whole, self.group)
+        own = Shard(1 if splits_outputs else 2, shard.blocks)
+        matrix.data = own.part(matrix.data, self.group.rank, self.group.size)
+        matrix.tensor_shard, matrix.model_parallel = own, True
+
     @contextmanager
     def whole(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """A context in which parameters are whole; when it ends, each rank keeps its shard of what was written."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 from llmtrain.plan.facts.weights import Weight, Weights, runs_of
 
 PROBE_TOKENS = 512
 """Length of the sequence with which a model is tried; windows and strides of tokens have to fit into it."""
+STACKS = ("gate_up_proj", "up_proj", "down_proj")
+"""Names of the stacks of matrices that such functions multiply with."""
 INDEXERS = {
     "axk2": "self_attn.indexer",
     "deepseek_v32": "self_attn.indexer",
@@ -19,6 +21,14 @@ INDEXERS = {
 }
 """Family → the module in each decoder layer whose parameters have no gradient. No other family of `transformers` that
 only reads texts has such parameters (`tests/models/test_frozen_families.py`)."""
+
+
+def has_fused_experts(module: Any) -> bool:
+    """Whether `transformers` computes the experts of a module by a function that can be chosen (`ExpertsInterface`).
+
+    Their matrices are stacks (`STACKS`).
+    """
+    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate"))
 
 
 def without_gradient(config: Any) -> tuple[str, ...]:
@@ -74,14 +84,29 @@ def _without_gradient(built: Any) -> tuple[str, ...]:
 
 def weights_of(built: Any, layers: list[Any]) -> Weights:
     """Returns the parameters of a model object by part; parameters that several parts share count in the first."""
+    from torch.nn import Embedding, Linear
+    from transformers.pytorch_utils import Conv1D
+
     seen: set[int] = set()
+    owners = {id(parameter): module for module in built.modules() for parameter in module.parameters(recurse=False)}
+
+    def weight(name: str, parameter: Any) -> Weight:
+        owner, shape = owners[id(parameter)], tuple(parameter.shape)
+        transposed = len(shape) == 3 and bool(getattr(owner, "is_transposed", False))
+        shape = (shape[0], shape[2], shape[1]) if transposed else shape
+        kind: Literal["layer", "stack", "other"] = "other"
+        if len(shape) < 2 or isinstance(owner, Linear | Conv1D | Embedding):
+            kind = "layer"
+        elif has_fused_experts(owner) and name.rpartition(".")[2] in STACKS:
+            kind = "stack"
+        return Weight(name=name, shape=shape, transposed=transposed, kind=kind)
 
     def new(named: Iterable[tuple[str, Any]]) -> list[Weight]:
         found = []
         for name, parameter in named:
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                found.append(Weight(name=name, shape=tuple(parameter.shape)))
+                found.append(weight(name, parameter))
         return found
 
     whole = {id(parameter): name for name, parameter in built.named_parameters()}

@@ -151,13 +151,13 @@ class RotaryDecoder:
             *_module("mlp.up_proj", inner, width, bias=mlp_bias),
             *_module("mlp.down_proj", width, inner, bias=mlp_bias),
         ]
-        router = _module("mlp.gate", experts.number, width)
-        sparse = [
-            *(router if self.router_first else ()),
-            Weight(name="mlp.experts.gate_up_proj", shape=(experts.number, 2 * experts.inner, width)),
-            Weight(name="mlp.experts.down_proj", shape=(experts.number, width, experts.inner)),
-            *(() if self.router_first else router),
-        ]
+        router = Weight(name="mlp.gate.weight", shape=(experts.number, width), kind="other")
+        stacks = {
+            "mlp.experts.gate_up_proj": (experts.number, 2 * experts.inner, width),
+            "mlp.experts.down_proj": (experts.number, width, experts.inner),
+        }
+        fused = [Weight(name=name, shape=size, kind="stack") for name, size in stacks.items()]
+        sparse = [router, *fused] if self.router_first else [*fused, router]
         table = Weight(name="model.embed_tokens.weight", shape=(shape.vocab, width))
         has_experts = experts.sparse(shape.layers)
         return Weights(

@@ -101,7 +101,7 @@ class ModelFacts(Part):
     trained_parameters: int | None = None
     """Parameters that are trained; None: all."""
     layer_trained_parameters: tuple[int, ...] = ()
-    """Trained parameters of each decoder layer; empty if all are trained."""
+    """Trained parameters of each decoder layer that a token uses; empty if all are trained."""
     trains_embedding: bool = True
     """Whether the input table is trained."""
     trains_head: bool = True

@@ -1,4 +1,4 @@
-"""The trained part of a model: the weights that `model.trainable` names, or adapters of linear layers.
+"""The trained part of a model: the weights that `model.trainable` names, or adapters of layers and parameters.
 
 The names of weights are those of `transformers`, the adapters those of PEFT (`llmtrain.models.adapter` adds them to the
 model itself, and refuses what cannot be done).
@@ -48,19 +48,29 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
         head=embedding[:1] if weights.tied else tuple(change(weights.head, "", is_table=True)),
         tied=weights.tied,
     )
-    total = changed.elements
+    total, idle = changed.elements, tuple(_missed(facts, layer) for layer in layers)
+    added = total - facts.parameters - (sum(idle) - sum(facts.layer_idle_parameters))
     return facts.model_copy(
         update={
             "weights": changed,
             "parameters": total,
-            "active_parameters": facts.active_parameters + total - facts.parameters,
+            "active_parameters": facts.active_parameters + added,
             "layer_parameters": tuple(map(_elements, layers)),
+            "layer_idle_parameters": idle,
             "trained_parameters": _trained(changed.of_layers(0, changed.layers, first=True, last=True)),
-            "layer_trained_parameters": tuple(map(_trained, layers)),
+            "layer_trained_parameters": tuple(
+                _trained(layer) - _missed(facts, (weight for weight in layer if weight.trained)) for layer in layers
+            ),
             "trains_embedding": _trained(embedding) > 0,
             "trains_head": _trained(changed.head) > 0,
         }
     )
+
+
+def _missed(facts: ModelFacts, weights: Iterable[Weight]) -> int:
+    """Returns the elements of experts, and of their adapters, that a token is not routed to."""
+    inside = _elements(weight for weight in weights if weight.is_expert)
+    return inside - inside * facts.experts_per_token // facts.experts if facts.experts else 0
 
 
 WeightChange = Callable[..., Iterator[Weight]]
@@ -84,6 +94,8 @@ class _Adapter:
 
     is_target: Callable[[str], bool]
     """Whether a linear layer of this name has an adapter."""
+    is_parameter: Callable[[str], bool]
+    """Whether a parameter of this name has one, which belongs to no layer."""
     rank: Callable[[str], int]
     dora: bool
     saved: Sequence[str]
@@ -95,7 +107,13 @@ def _adapter(lora: LoraConfig) -> _Adapter:
         return _pretrained(lora)
     targets, rank = lora.targets, lora.rank or 0
     is_target = (lambda _: True) if targets == "all-linear" else (lambda name: matches(name, targets))
-    return _Adapter(is_target, lambda _: rank, lora.dora, lora.modules_to_save)
+    return _Adapter(
+        is_target,
+        lambda name: matches(name, lora.target_parameters),
+        lambda _: rank,
+        lora.dora,
+        lora.modules_to_save,
+    )
 
 
 def _pretrained(lora: LoraConfig) -> _Adapter:
@@ -108,6 +126,7 @@ def _pretrained(lora: LoraConfig) -> _Adapter:
         config = read_json(path, dict[str, Any])
         targets, ranks = config.get("target_modules"), config.get("rank_pattern") or {}
         rank, dora, saved = int(config["r"]), bool(config.get("use_dora")), config.get("modules_to_save") or ()
+        parameters = tuple(config.get("target_parameters") or ())
 
     def is_target(module: str) -> bool:
         if isinstance(targets, str):
@@ -117,39 +136,46 @@ def _pretrained(lora: LoraConfig) -> _Adapter:
     def rank_of(module: str) -> int:
         return next((value for key, value in ranks.items() if re.fullmatch(rf"(.*\.)?({key})", module)), rank)
 
-    return _Adapter(is_target, rank_of, dora, saved)
+    def is_parameter(parameter: str) -> bool:
+        return any(f".{parameter}".endswith(f".{target}") for target in parameters)
+
+    return _Adapter(is_target, is_parameter, rank_of, dora, saved)
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Returns whether the name of a module, or its end after a dot, matches one of the patterns."""
+    """Returns whether the name of a module or parameter, or its end after a dot, matches one of the patterns."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
 
 
 def _with_adapter(adapter: _Adapter, packs: bool, unreached: frozenset[str]) -> WeightChange:
     def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
-        has_experts = any(weight.is_expert for weight in weights)
         for module, group in groupby(weights, key=lambda weight: weight.name.rpartition(".")[0]):
             own = list(group)
             names = (prefix + module).split(".")
             saved = any(matches(".".join(names[:end]), adapter.saved) for end in range(1, len(names) + 1))
             matrix = own[0]
             linear = matrix.name.endswith(".weight") and len(matrix.shape) == 2 and "embed" not in module
-            is_router = has_experts and module.endswith(".gate")
-            packed = packs and linear and bool(prefix) and not (saved or is_router)
+            linear = linear and matrix.kind == "layer"
+            packs_module = packs and bool(prefix) and not saved
             for weight in own:
-                yield weight.model_copy(update={"trained": saved, "packed": packed and weight is matrix})
-            is_left_out = is_table or is_router or prefix + matrix.name in unreached
+                packed = packs_module and ((linear and weight is matrix) or weight.kind == "stack")
+                yield weight.model_copy(update={"trained": saved, "packed": packed})
+            is_left_out = is_table or prefix + matrix.name in unreached
             if linear and not is_left_out and adapter.is_target(prefix + module):
                 yield from _added(module, matrix, adapter.rank(prefix + module), adapter.dora)
+            for weight in own:
+                name = prefix + weight.name
+                if weight.kind != "layer" and not saved and weight.is_matrix and adapter.is_parameter(name):
+                    yield from _added(weight.name.removesuffix(".weight"), weight, adapter.rank(name), dora=False)
 
     return change
 
 
 def _added(module: str, matrix: Weight, rank: int, dora: bool) -> Iterator[Weight]:
-    """Yields the adapter of a linear layer in the order of PEFT's module."""
-    outputs, inputs = matrix.shape
-    yield Weight(name=f"{module}.lora_A.weight", shape=(rank, inputs))
-    yield Weight(name=f"{module}.lora_B.weight", shape=(outputs, rank))
+    """Yields the adapter of a linear layer in the order of PEFT's module; for experts, one for each of them."""
+    *experts, outputs, inputs = matrix.shape
+    yield Weight(name=f"{module}.lora_A.weight", shape=(*experts, rank, inputs))
+    yield Weight(name=f"{module}.lora_B.weight", shape=(*experts, outputs, rank))
     if dora:
         yield Weight(name=f"{module}.lora_magnitude_vector.weight", shape=(outputs,))
 

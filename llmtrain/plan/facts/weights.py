@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
+from typing import Literal
 
 from llmtrain.recipe import Part
 
@@ -36,7 +37,10 @@ class Weight(Part):
     packed: bool = False
     """Whether it is frozen and held in 4 bits (`model.quantize`)."""
     transposed: bool = False
-    """Whether the model stores the transpose of `shape`."""
+    """Whether the model stores the transpose of `shape`, or of each matrix of a stack."""
+    kind: Literal["layer", "stack", "other"] = "layer"
+    """What it belongs to, if it has two or more dimensions: a linear layer or an embedding; a stack of the matrices of
+    experts, which grouped products multiply with (`llmtrain.models.experts`); or something else, such as a router."""
 
     @property
     def elements(self) -> int:
@@ -51,7 +55,12 @@ class Weight(Part):
     @property
     def stored(self) -> tuple[int, ...]:
         """Its shape in the model's own tensor."""
-        return self.shape[::-1] if self.transposed else self.shape
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+
+    @property
+    def matrices(self) -> int:
+        """Number of matrices of a stack; 1 for others."""
+        return math.prod(self.shape[:-2])
 
     @property
     def lines(self) -> int:
@@ -65,12 +74,12 @@ class Weight(Part):
 
     @property
     def is_adapter(self) -> bool:
-        """Whether an adapter has added it to a linear layer (`llmtrain.plan.facts.trained`)."""
+        """Whether an adapter has added it to a layer or parameter (`llmtrain.plan.facts.trained`)."""
         return ".lora_" in self.name
 
     @property
     def module(self) -> str:
-        """The last part of the name of its module; for the weight of an adapter, of the linear layer beside it."""
+        """The last part of the name of its module; for the weight of an adapter, of the layer or stack beside it."""
         return self.name.partition(".lora_")[0].removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
 
 

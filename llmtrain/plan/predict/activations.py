@@ -34,6 +34,8 @@ from llmtrain.plan.stages import is_recomputed
 
 T = TypeVar("T")
 
+FIRST_PRODUCTS = {"gate_up_proj", "up_proj"}
+"""Stacks of the experts' matrices that are multiplied with the input of the experts."""
 STATISTICS = 4
 """Bytes per token that a norm keeps of its variance."""
 INDICES = 32
@@ -265,7 +267,11 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
     stream = widths.stream * facts.hidden_size // plan.megatron_sp_ranks
     if plan.parallel.activation_checkpointing == "full":
         return Kept(stream * tokens, 0)
-    results = [_result(plan, weight) for weight in layer if weight.is_matrix and not weight.is_expert]
+    results = [
+        _result(plan, weight) * (facts.experts_per_token if weight.is_expert else 1)
+        for weight in layer
+        if weight.is_matrix and (weight.is_adapter or not weight.is_expert)
+    ]
     top_k = facts.experts_per_token if any(weight.is_expert for weight in layer) else 0
     intermediate, slices = _intermediate_size(plan, layer), plan.divisor("matrices")
     queries, keys = (heads * facts.head_dim // slices for heads in (facts.heads, facts.kv_heads))
@@ -290,11 +296,11 @@ def _result(plan: Plan, weight: Weight) -> int:
     if ".lora_A." in weight.name:
         slices = 1
     if ".lora_B." in weight.name and split == "columns":
-        return weight.shape[0] // plan.megatron_sp_ranks
+        return weight.shape[-2] // (1 if weight.is_expert else plan.megatron_sp_ranks)
     # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.checkpoints.overwrites`).
     if split == "columns" and plan.parallel.autotp_ranks > 1:
         return 0
-    return weight.shape[0] // (slices if split == "rows" else 1)
+    return weight.shape[-2] // (slices if split == "rows" else 1)
 
 
 def _repeats_keys(plan: Plan) -> bool:
@@ -366,7 +372,8 @@ def _norms(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> Bytes
         _saved_inputs(plan, layer, "q_proj", "k_proj", "v_proj"),
         _saved_inputs(plan, layer, "gate_proj", "up_proj"),
     ]
-    if any((weight.is_expert or weight.module == "gate") and weight.trained for weight in layer):
+    in_place = (weight for weight in layer if weight.trained and not (weight.is_expert and weight.is_adapter))
+    if any(weight.is_expert or weight.module == "gate" for weight in in_place):
         copies[1] = 2
     if plan.recipe.kernels.blocks == "compiled":
         inputs = widths.computed * sum(map(bool, copies))
@@ -417,7 +424,7 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> i
 def _intermediate_size(plan: Plan, layer: tuple[Weight, ...]) -> int:
     """Returns the elements per token of a product within a feed-forward layer; of all experts that a token visits."""
     tensor, width = plan.divisor("matrices"), plan.model.hidden_size
-    experts = [weight for weight in layer if weight.is_expert and weight.is_matrix]
+    experts = [weight for weight in layer if weight.is_expert and weight.is_matrix and not weight.is_adapter]
     if experts:
         intermediate = min((weight.shape[-1] for weight in experts if weight.name.endswith("down_proj")), default=0)
         intermediate = intermediate or min(min(weight.shape) for weight in experts)
@@ -436,7 +443,9 @@ def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -
     if experts:
         top_k = plan.model.experts_per_token
         router = 3 * 4 * plan.model.experts
-        inputs = top_k * width + intermediate if any(weight.trained for weight in experts) else 0
+        trained = {weight.module for weight in experts if weight.trained}
+        # Those of the first product, and of the second one.
+        inputs = top_k * width * bool(trained - {"down_proj"}) + intermediate * bool(trained - FIRST_PRODUCTS)
         return (top_k * width + 3 * intermediate + inputs) * widths.computed + top_k * INDICES + router
     if any("c_fc" in weight.name for weight in layer):  # gelu_new: its input, half of it, tanh, one more; the product
         kept = any(weight.trained and weight.name.startswith("mlp.c_proj") and weight.is_matrix for weight in layer)
@@ -453,14 +462,14 @@ def _adapters(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> By
     adapter, whole, sequence_sharded = plan.recipe.model.adapter, 0, 0
     for weight in layer:
         if ".lora_A." in weight.name:
-            rank, inputs = weight.shape
-            is_scattered = split_of(plan, weight.module) == "columns"
-            inputs //= plan.divisor("matrices") if is_scattered else 1
+            rank, inputs = weight.shape[-2:]
+            is_split = split_of(plan, weight.module) == "columns"
+            inputs //= plan.divisor("matrices") if is_split else 1
             whole += inputs * (widths.computed + 1) if adapter is not None and adapter.dropout else 0
-            if is_scattered:
+            if is_split and not weight.is_expert:  # the result is scattered
                 sequence_sharded += widths.computed * rank
             else:
-                whole += widths.computed * rank
+                whole += widths.computed * rank * (plan.model.experts_per_token if weight.is_expert else 1)
         elif ".lora_magnitude_vector." in weight.name:
             slices = plan.divisor("matrices") if split_of(plan, weight.module) == "rows" else 1
             whole += 2 * widths.computed * weight.elements // slices

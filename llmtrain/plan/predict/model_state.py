@@ -71,9 +71,11 @@ def state_of(plan: Plan, weights: Weights, stage: int, held: RankGroups | None =
     in_passes, in_step = ("forward", "backward"), ("forward", "backward", "update")
     if frozen:  # only ZeRO-3 shards them
         state = state.plus(in_step, parameters=weight_bytes(plan) * sum(group.elements for group in frozen))
-    if packed := [weight.elements for weight in rank_weights(plan, weights, stage) if weight.packed]:
-        state = state.plus(in_step, parameters=sum(map(packed_bytes, packed)) + TABLES)
-        state = state.plus(in_passes, live_parameters=WORKSPACE * max(packed))
+    if packed := [weight for weight in rank_weights(plan, weights, stage) if weight.packed]:
+        sizes = [weight.elements // weight.matrices for weight in packed]
+        in_4_bit = sum(weight.matrices * packed_bytes(size) for weight, size in zip(packed, sizes, strict=True))
+        state = state.plus(in_step, parameters=in_4_bit + TABLES)
+        state = state.plus(in_passes, live_parameters=WORKSPACE * max(sizes))
     if parallel.expert > 1 and parallel.tensor == 1 and parallel.zero_stage < 3:
         # AutoEP removes the experts of other ranks from a model that was built completely on the device.
         return state.model_copy(update={"start": Parts(parameters=weight_bytes(plan) * weights.elements)})

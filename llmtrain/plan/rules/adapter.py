@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
 from llmtrain.errors import did_you_mean
@@ -44,38 +44,83 @@ def experts(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.zero_stage", message, STAGES)
 
 
+@rule("adapter.parameters", "read")
+def parameters(draft: Draft) -> Iterator[Fault]:
+    """Refuses DoRA and dropout with adapters of parameters, as PEFT does (`peft/tuners/lora/layer.py:ParamWrapper`).
+    PEFT adds such an adapter to its parameter, so there is no product with the input whose rows could be scaled, or
+    whose input could be dropped."""
+    adapter = draft.recipe.model.adapter
+    if adapter is None or not adapter.target_parameters:
+        return
+    for name, value, off in (("dora", adapter.dora, "false"), ("dropout", adapter.dropout, "0")):
+        if value:
+            message = f"is not defined for adapters of parameters ({', '.join(adapter.target_parameters)})"
+            fix = f"--set model.adapter.{name}={off}, or leave out model.adapter.target_parameters"
+            yield Fault(f"model.adapter.{name}", message, fix)
+
+
+@rule("adapter.expert_parallel", "read", axis=EXPERT)
+def expert_parallel(draft: Draft) -> Iterator[Fault]:
+    """Refuses adapters of experts under AutoEP (`deepspeed/module_inject/auto_ep.py`). It replaces the module of the
+    experts by one of its own, which would not read the adapters."""
+    weights = draft.facts.weights if draft.facts else None
+    if weights is not None and any(weight.is_expert and weight.is_adapter for _, weight in weights.in_layers()):
+        message = "distributed experts have no adapters"
+        fix = f"{assignment(parallel__expert=1)}, or leave out model.adapter.target_parameters"
+        yield Fault("parallel.expert", message, fix)
+
+
 @rule("adapter.targets", "run")
 def targets(draft: Draft) -> Iterator[Fault]:
-    """Refuses patterns that match no linear layer, before workers do (`llmtrain/models/adapter.py:_adapted_modules`).
-    If no pattern matches, nothing is trained."""
+    """Refuses patterns that match nothing, before workers do (`llmtrain/models/adapter.py:_adapted_modules`), and
+    adapters without any matrix. A run would train less than its recipe says, or nothing."""
     adapter, weights = draft.recipe.model.adapter, draft.facts.weights if draft.facts else None
-    if adapter is None or weights is None or adapter.targets == "all-linear":
+    if adapter is None or weights is None:
         return
-    layers = {
-        name.removesuffix(".weight")
-        for name, weight in weights.in_layers()
-        if len(weight.shape) == 2 and not weight.is_adapter
-    }
-    ends = {weight.name.removesuffix(".weight") for weight in (*weights.embedding, *weights.outside, *weights.head)}
-    known = sorted({name.rpartition(".")[2] for name in layers})
-    for pattern in adapter.targets:
-        if not any(matches(name, [pattern]) for name in layers | ends | {"lm_head"}):
-            message = f"'{pattern}' matches no linear layer{did_you_mean(pattern, known)}"
-            yield Fault("model.adapter.targets", message, f"its linear layers are {', '.join(known)}")
+    own = {name: weight for name, weight in weights.in_layers() if weight.is_matrix and not weight.is_adapter}
+    layers = {name.removesuffix(".weight") for name, weight in own.items() if weight.kind == "layer"}
+    stacks = {name for name, weight in own.items() if weight.kind != "layer"}
+    outside = (*weights.embedding, *weights.outside, *weights.head)
+    ends = {weight.name.removesuffix(".weight") for weight in outside} | {"lm_head"}
+    patterns = () if adapter.targets == "all-linear" else adapter.targets
+    missed = list(_unmatched("model.adapter.targets", "linear layer", patterns, layers, ends, 1))
+    others = {weight.name for weight in outside}
+    field, what = "model.adapter.target_parameters", "parameter of fused experts or their router"
+    missed += _unmatched(field, what, adapter.target_parameters, stacks, others | own.keys() - stacks, 2)
+    yield from missed
+    if not missed and not any(weight.is_adapter for _, weight in weights.in_layers()):
+        message, fix = "adapts nothing", "name linear layers in model.adapter.targets, or use 'all-linear'"
+        yield Fault("model.adapter", message, fix)
+
+
+def _unmatched(
+    field: str, what: str, patterns: Sequence[str], named: set[str], others: set[str], parts: int
+) -> Iterator[Fault]:
+    """Yields patterns that match no name. others: names that workers refuse. parts: those of a name that are shown."""
+    known = sorted({".".join(name.split(".")[-parts:]) for name in named})
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in named | others):
+            message = f"'{pattern}' matches no {what}{did_you_mean(pattern, known)}"
+            yield Fault(field, message, f"there are {', '.join(known)}" if known else "leave it out")
 
 
 @rule("adapter.without_experts", "run", refuses=False)
 def without_experts(draft: Draft) -> Iterator[Fault]:
-    """Gives a note if the default targets leave out the experts. Adapters are added to linear layers. Experts that a
-    model stores as one tensor for each layer are none, so they stay as they are; PEFT's `all-linear` adapts them."""
+    """Gives a note if adapters leave out the experts. `all-linear` means linear layers, and experts that a model stores
+    as one tensor for each layer are none. In some families, PEFT's `all-linear` also means experts and routers, because
+    these were linear layers once (`peft/utils/transformers_weight_conversion.py:_convert_peft_config_moe`)."""
     adapter, facts = draft.recipe.model.adapter, draft.facts
     if adapter is None or adapter.pretrained or adapter.targets != "all-linear" or facts is None or not facts.weights:
         return
-    weights = (weight for _, weight in facts.weights.in_layers())
-    experts = sum(weight.elements for weight in weights if weight.is_expert and len(weight.shape) > 2)
-    if experts:
-        message = f"'all-linear' adapts no expert: {experts:,} of {facts.parameters:,} parameters are experts"
-        yield Fault("model.adapter.targets", message, "train other layers, or the experts as a whole (model.trainable)")
+    fused = {name: weight for name, weight in facts.weights.in_layers() if weight.is_expert and len(weight.shape) > 2}
+    if fused and not any(weight.is_adapter for weight in fused.values()):
+        experts = sum(weight.elements for weight in fused.values())
+        names = ",".join(sorted({f'"experts.{name.rpartition(".")[2]}"' for name in fused}))
+        message = (
+            f"'all-linear' adapts no expert: {experts:,} of {facts.parameters:,} parameters are experts; "
+            f"--set 'model.adapter.target_parameters=[{names}]' adapts them"
+        )
+        yield Fault("model.adapter.targets", message)
 
 
 @rule("adapter.nf4", "run")

@@ -347,7 +347,8 @@ def tensor_divides(draft: Draft) -> Iterator[Fault]:
     ranks, facts = draft.parallel.split_ranks, draft.facts
     if facts is None or facts.weights is None:
         return
-    down_projections = {weight for run in facts.weights.runs for weight in run.weights if "down_proj" in weight.name}
+    own = (weight for run in facts.weights.runs for weight in run.weights if not weight.is_adapter)
+    down_projections = {weight for weight in own if "down_proj" in weight.name}
     uneven = sorted({weight.shape[-1] for weight in down_projections if weight.shape[-1] % ranks})
     if uneven:
         widths = " and ".join(str(width) for width in uneven)

@@ -313,8 +313,10 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
         return
     step = EXPERT_ROW_BYTES // BYTES_OF[draft.weight_dtype]
     ranks = draft.parallel.split_ranks
-    weights = {weight for run in facts.weights.runs for weight in run.weights if weight.is_expert}
-    widths = {weight.shape[-1] // (ranks if "down_proj" in weight.name else 1) for weight in weights}
+    weights = {
+        weight for run in facts.weights.runs for weight in run.weights if weight.is_expert and not weight.is_adapter
+    }
+    widths = {weight.stored[-1] // (ranks if "down_proj" in weight.name else 1) for weight in weights}
     uneven = sorted(width for width in widths if width % step)
     if uneven:
         text = " and ".join(str(width) for width in uneven)

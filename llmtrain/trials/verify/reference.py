@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 import peft
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -127,9 +128,11 @@ class ReferenceLoop:
         is_own = recipe.model.build is not None
         self.runs_whole = not is_own and _runs_whole(self.model.config, recipe.data.sequence_length)
         trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        needed = dict(self.model.named_parameters()) if recipe.objective.needs_reference else {}
-        self.initial = {name: parameter.detach().clone() for name, parameter in needed.items()}
-        """The reference of an objective of completions."""
+        needed = trained if recipe.objective.needs_reference else {}
+        self.initial = {
+            name: (parameter if rounds else parameter.float()).detach().clone() for name, parameter in needed.items()
+        }
+        """The trained weights of the reference of an objective of completions."""
         self.divergence = 0.0
         """KTO's z0 of the batch."""
         self.masters = {name: nn.Parameter(parameter.detach().float()) for name, parameter in trained.items()}
@@ -591,24 +594,62 @@ def _train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Te
         config.lora_dropout = lora.dropout
         named_as = {"revision": lora.revision, "is_trainable": True, "autocast_adapter_dtype": False}
         peft.PeftModel.from_pretrained(model, lora.pretrained, config=config, **named_as)
+        _stack_experts(model)
         return
     names = [name for name, _ in model.named_modules()]
     linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)]
-    targets = lora.targets if isinstance(lora.targets, str) else _matching(linear, lora.targets)
+    # In some mixtures of experts, PEFT's own "all-linear" also means experts and routers, with other ranks.
+    every = [name for name in linear if model.get_submodule(name) is not model.get_output_embeddings()]
+    targets = every if lora.targets == "all-linear" else _matching(linear, lora.targets)
+    parameters = _matching([name for name, _ in model.named_parameters()], lora.target_parameters)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
         lora_alpha=lora.alpha or lora.rank,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        target_parameters=parameters or None,
         use_dora=lora.dora,
         use_rslora=lora.rslora,
         modules_to_save=_matching(names, lora.modules_to_save) or None,
     )
     peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    _stack_experts(model)
     added = {_plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, value in adapter.items():
         added[name].data.copy_(value)
+
+
+def _stack_experts(model: PreTrainedModel) -> None:
+    """Makes the matrices of experts, which PEFT joins along the ranks, stacks with a matrix for each expert.
+
+    They then have the names and shapes of `llmtrain.models.experts`, and optimizers treat them alike.
+    """
+    for wrapper in [module for module in model.modules() if isinstance(module, ParamWrapper)]:
+        for side in (wrapper.lora_A, wrapper.lora_B):
+            if wrapper.parameter_name != "weight":
+                side["default"] = _Stack(side["default"].weight, wrapper, joins_rows=side is wrapper.lora_A)
+
+
+class _Stack(nn.Module):
+    """A stack of matrices, whose `weight` is the matrix that PEFT reads: [experts · rank, inputs] or [outputs, rank ·
+    experts]."""
+
+    def __init__(self, weight: Tensor, wrapper: ParamWrapper, joins_rows: bool) -> None:
+        super().__init__()
+        self.name, self.joins_rows = wrapper.parameter_name, joins_rows
+        rows, columns = weight.shape
+        experts = int(wrapper.num_experts)
+        if joins_rows:
+            stack = weight.detach().reshape(experts, rows // experts, columns)
+        else:
+            stack = weight.detach().reshape(rows, columns // experts, experts).permute(2, 0, 1)
+        self.register_parameter(self.name, nn.Parameter(stack.contiguous()))
+
+    @property
+    def weight(self) -> Tensor:
+        stack: Tensor = getattr(self, self.name)  # no nn.Parameter while `functional_call` replaces it
+        return stack.flatten(0, 1) if self.joins_rows else stack.permute(1, 2, 0).flatten(1)
 
 
 def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
@@ -621,21 +662,31 @@ def _matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 
 
 def _plain_name(name: str) -> str:
-    """Returns the name of a parameter without those of PEFT's modules."""
+    """Returns the name of a parameter without those of PEFT's modules; that of a stack as if it were a layer's."""
     for part in (".base_layer.", ".modules_to_save.default.", ".default."):
-        name = name.replace(part, ".")
-    return name
+        while part in name:  # wrappers of parameters are nested
+            name = name.replace(part, ".")
+    module, lora, stack = name.partition(".lora_")
+    if not lora or stack.endswith((".weight", "magnitude_vector")):
+        return name
+    side, _, own = stack.partition(".")
+    return f"{module}.{own}.lora_{side}.weight"
 
 
 @torch.no_grad()
 def _round_base(model: PreTrainedModel, full: PreTrainedModel, part: ModelConfig) -> None:
-    """Gives the frozen linear layers of `model`, except for the head, the values of `full` in NF4."""
+    """Gives the frozen linear layers and fused experts of `model`, except for the head, the values of `full` in NF4."""
     assert part.adapter is not None, "the recipe requires it"
     saved = _matching([name for name, _ in model.named_modules()], part.adapter.modules_to_save)
     for name, module in model.named_modules():
         kept = any(f"{name}.".startswith(f"{prefix}.") for prefix in saved) or module is model.get_output_embeddings()
         if type(module) is nn.Linear and not kept:
             module.weight.copy_(_in_nf4(full.get_submodule(name).weight))
+        if hasattr(module, "has_gate") and not kept:
+            for stack, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    rounded = [_in_nf4(matrix) for matrix in full.get_submodule(name).get_parameter(stack)]
+                    parameter.copy_(torch.stack(rounded))
 
 
 def _in_nf4(weight: Tensor) -> Tensor:

@@ -322,13 +322,18 @@ TUNED = {
     "queries": {"model.adapter": {"rank": 4, "targets": ["q_proj", "v_proj"]}},
     "mlp": {"model.adapter": {"rank": 4, "targets": ["mlp.*_proj"]}},
     "norms": {"model.trainable": ["*norm.weight"]},
+    "experts": {"model.adapter": {"rank": 8, "target_parameters": ["experts.*", "mlp.gate.weight"]}},
+    "up": {"model.adapter": {"rank": 8, "targets": [], "target_parameters": ["gate_up_proj"]}},
+    "down": {"model.adapter": {"rank": 8, "targets": ["q_proj"], "target_parameters": ["down_proj"]}},
     "c_attn": {"model.adapter": {"rank": 4, "targets": ["c_attn"]}},
     "c_proj": {"model.adapter": {"rank": 4, "targets": ["mlp.c_proj"]}},
 }
 
 
 def tuned_cases():
-    yield from itertools.product(["llama", "qwen3"], ["sdpa"], ["fp32", "bf16"], list(TUNED)[:-2])
+    yield from itertools.product(["llama", "qwen3"], ["sdpa"], ["fp32", "bf16"], list(TUNED)[:-5])
+    yield from itertools.product(["mixtral"], ["sdpa"], ["fp32", "bf16"], ["all-linear", "experts", "up", "down"])
+    yield from itertools.product(["qwen3_moe"], ["sdpa"], ["bf16"], ["experts"])
     yield from itertools.product(["llama"], ["eager"], ["fp32"], ["queries", "mlp"])
     yield from itertools.product(["gpt2"], ["sdpa"], ["fp32"], ["all-linear", "c_attn", "c_proj", "below"])
     yield from itertools.product(["llama"], ["sdpa"], ["autocast_bf16"], ["all-linear", "queries", "below"])

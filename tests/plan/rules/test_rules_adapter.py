@@ -125,5 +125,30 @@ def test_a_note_says_that_experts_have_no_adapter():
     experts = sum(one.elements for one in draft.facts.weights.layer(0) if one.is_expert) * draft.facts.weights.layers
     assert f"{experts:,} of {draft.facts.parameters:,} parameters are experts" in note.message
     assert not any(one.is_adapter and one.is_expert for one in draft.facts.weights.layer(0))
+    assert '["experts.down_proj","experts.gate_up_proj"]' in note.message
     dense = tiny_recipe(**{"model.adapter": {"rank": 4}})
     assert not broken(_draft(dense))[1]
+    named = moe_recipe("mixtral", **{"model.adapter": {"rank": 4, **FUSED}, "parallel.expert": 1})
+    assert broken(_draft(named)) == ([], [])
+
+
+def test_tensor_parallel_ranks_do_not_divide_the_rank_of_an_adapter():
+    assert not broken(_draft(tiny_recipe(**{"model.adapter": {"rank": 3}, "parallel.tensor": 2})))[0]
+
+
+FUSED = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj", "mlp.gate.weight"]}
+PARAMETERS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "dora": ({**FUSED, "dora": True}, {}, "is not defined for adapters of parameters"),
+    "dropout": ({**FUSED, "dropout": 0.1}, {}, "is not defined for adapters of parameters"),
+    "distributed": (FUSED, {"parallel.expert": 2}, "distributed experts have no adapters"),
+    "near": ({"target_parameters": ["experts.gate_up"]}, {}, "did you mean 'experts.gate_up_proj'?"),
+    "nothing": ({"targets": []}, {}, "adapts nothing"),
+}
+
+
+@pytest.mark.parametrize("case", PARAMETERS)
+def test_adapters_of_parameters_that_cannot_be_trained_are_refused(case):
+    adapter, parallel, message = PARAMETERS[case]
+    recipe = moe_recipe("mixtral", **{"model.adapter": {"rank": 4, **adapter}, "parallel.expert": 1, **parallel})
+    (problem,) = broken(_draft(recipe))[0]
+    assert message in problem.message

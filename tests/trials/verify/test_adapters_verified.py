@@ -13,6 +13,7 @@ from llmtrain.trials.verify.job import comparable
 from tests.helpers import planted_adapter
 from tests.helpers.batches import WRAPPER
 from tests.helpers.harness import run_ranks
+from tests.helpers.moe import CONFIGS, GPT_OSS
 from tests.helpers.small_verify import certified, job_of, plant, refer, small
 
 CPU = torch.device("cpu")
@@ -20,11 +21,21 @@ SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
 UNTIED = {"model.config.tie_word_embeddings": False}
 ADAPTER = {"rank": 4, "alpha": 12.0, "rslora": True, "modules_to_save": ["lm_head"]}
 FEWER_TOKENS = WRAPPER | {"text_config": WRAPPER["text_config"] | {"vocab_size": 300}}
+SHORT = {"vocab_size": 300, "max_position_embeddings": 32}
+SPARSE = {key: value for key, value in CONFIGS["qwen3_moe"].items() if key != "mlp_only_layers"} | SHORT
+FUSED = {
+    "rank": 2,
+    "alpha": 8.0,
+    "targets": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj", "mlp.[gr]*.weight"],
+}
 TRAINED: dict[str, dict[str, Any]] = {
     "adapter": {"model.adapter": ADAPTER, **UNTIED},
     "dora": {"model.adapter": {"rank": 2, "dora": True, "targets": ["q_proj", "mlp.*"]}},
     "in bf16": {"model.adapter": ADAPTER, **UNTIED, "parallel.precision": "bf16"},
     "by name": {"model.trainable": ["model.layers.1.*"]},
+    "experts": {"model": {"architecture": "qwen3_moe", "config": SPARSE, "adapter": FUSED}},
+    "transposed experts": {"model": {**GPT_OSS, "config": GPT_OSS["config"] | SHORT, "adapter": FUSED}},
     "of a wrapper": {"model": {"architecture": "gemma3", "config": FEWER_TOKENS, "adapter": {"rank": 4}}},
 }
 PARTS = 10
@@ -37,11 +48,12 @@ FLAT, STAGED, SLICED = "dp2-zero1-acc2", "dp1-pp2-zero1-acc4", "dp1-pp2-tp2-zero
     [
         pytest.param("adapter", ["dp1-zero1-acc4"], 1, marks=BREADTH),
         pytest.param("adapter", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=SLOW),
+        pytest.param("experts", ["dp2-zero3-acc2", "dp1-tp2-zero1-acc4"], 2, marks=SLOW),
         pytest.param("dora", [FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
         pytest.param("of a wrapper", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),
         pytest.param("by name", [FLAT, STAGED, "dp2-zero3-acc2"], 2, marks=BREADTH),
         pytest.param("in bf16", [FLAT, STAGED, "dp2-zero2-acc2", "dp2-zero3-acc2"], 2, marks=BREADTH),
-        pytest.param("adapter", [], 2, marks=BREADTH),
+        *(pytest.param(trained, [], 2, marks=BREADTH) for trained in ("adapter", "experts", "transposed experts")),
     ],
 )
 def test_clean_plans_are_certified(trained, names, nproc, verify_corpus, tmp_path):
@@ -77,23 +89,31 @@ def test_every_planted_bug_is_detected(plan, bugs, verify_corpus, tmp_path):
     assert {name for name, plans in found.items() if plans} == set()
 
 
-def _beside_packed(corpus, folder):
-    build_model(small(corpus, **UNTIED), torch.float32, CPU).save_pretrained(folder)
-    model = {"model.architecture": None, "model.config": {}, "model.pretrained": str(folder)}
+DENSE = {**UNTIED, "model.adapter": ADAPTER}
+SPARSE_BASE = TRAINED["experts"] | {"model.adapter.targets": "all-linear"}
+
+
+def _beside_packed(corpus, folder, fields=DENSE):
+    recipe = small(corpus, **fields)
+    build_model(recipe.with_(**{"model.adapter": None}), torch.float32, CPU).save_pretrained(folder)
+    routed = {key: value for key, value in recipe.model.config.items() if key == "output_router_logits"}
+    model = {"model.architecture": None, "model.config": routed, "model.pretrained": str(folder)}
     model |= {"data.tokenizer": str(prepare(small(corpus)).tokenizer_dir)}
-    return small(corpus, **model, **{"model.adapter": ADAPTER, "model.quantize": "nf4"})
+    return small(corpus, **model, **{"model.adapter": recipe.model.adapter, "model.quantize": "nf4"})
 
 
 @pytest.mark.parametrize(
-    ("names", "nproc"),
+    ("fields", "names", "nproc"),
     [
-        pytest.param(["dp1-zero1-acc4"], 1, marks=SLOW),
-        pytest.param([FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH),
-        pytest.param([], 2, marks=BREADTH),
+        pytest.param(DENSE, ["dp1-zero1-acc4"], 1, marks=SLOW, id="layers"),
+        pytest.param(SPARSE_BASE, ["dp1-pp2-zero1-acc4"], 2, marks=SLOW, id="experts"),
+        pytest.param(DENSE, [FLAT, STAGED, "dp2-zero2-acc2"], 2, marks=BREADTH, id="some"),
+        pytest.param(DENSE, [], 2, marks=BREADTH, id="all"),
+        pytest.param(SPARSE_BASE, [], 2, marks=BREADTH, id="all of experts"),
     ],
 )
-def test_plans_with_4_bit_weights_are_certified(names, nproc, verify_corpus, tmp_path):
-    job = job_of(_beside_packed(verify_corpus, tmp_path / "base"), names, nproc)
+def test_plans_with_4_bit_weights_are_certified(fields, names, nproc, verify_corpus, tmp_path):
+    job = job_of(_beside_packed(verify_corpus, tmp_path / "base", fields), names, nproc)
     run_ranks(1, refer, job, tmp_path)
     verdicts = run_ranks(nproc, certified, job, tmp_path, timeout=600)[0]
     assert verdicts

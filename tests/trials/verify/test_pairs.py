@@ -13,6 +13,7 @@ DPO = {"objective.name": "dpo", "objective.label_smoothing": 0.1, "objective.sft
 KTO = {"objective.name": "kto", "objective.beta": 0.5, "objective.undesirable_weight": 1.5}
 LORA = {"model.adapter": {"rank": 4, "alpha": 12.0}}
 """Its reference is the base with the adapter off: a new adapter changes nothing."""
+FUSED = {"model.adapter": {"rank": 4, "targets": ["q_proj"], "target_parameters": ["experts.*_proj"]}}
 COMPILED = {"kernels.blocks": "compiled", "model.attention": "varlen"}
 SELECTIVE = {"parallel.activation_checkpointing": "selective"}
 SHARED = ["dp1-pp2-zero1-acc4", "dp1-sp2-zero3-acc1", "dp1-tp2-zero1-acc4"]
@@ -47,6 +48,7 @@ def labelled(tmp_path_factory):
         pytest.param(FLAT[:2], DPO | LORA | COMPILED, marks=BREADTH),
         pytest.param(FLAT[:2], DPO | LORA | SELECTIVE, marks=BREADTH),
         pytest.param(["dp2-zero0-acc2", "dp2-zero3-acc2"], DPO | MOE, marks=BREADTH),
+        pytest.param(["dp2-zero3-acc2"], DPO | MOE | FUSED, marks=BREADTH),
     ],
     ids=lambda value: "-".join(map(str, value)),
 )
