@@ -178,7 +178,6 @@ class Estimating(Optimizer):
 @pytest.mark.parametrize(
     ("name", "source", "targets"),
     [
-        ("Counting", "dp2-pp1-tp1-zero1", ["dp2-pp1-tp1-zero3", "dp2-pp1-tp1-zero0"]),
         *(
             pytest.param(name, source, targets, marks=pytest.mark.slow)
             for name, source, targets in (

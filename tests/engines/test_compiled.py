@@ -138,7 +138,7 @@ def _compiled_functions(rank: int, recipe, ranks: int) -> int:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"parallel.zero_stage": 3},
+        pytest.param({"parallel.zero_stage": 3}, marks=pytest.mark.slow),
         pytest.param({"parallel.zero_stage": 3, "model.attention": "varlen"}, marks=pytest.mark.breadth),
         pytest.param({"parallel.backend": "accelerate", "parallel.accelerate": "ddp"}, marks=pytest.mark.breadth),
     ],

@@ -33,9 +33,9 @@ class InTurn(nn.Module):
         self.module = module
         self.parts = parts
 
-    def forward(self, *inputs):
+    def forward(self, *inputs, **named):
         divided = ([None] * self.parts if one is None else one.chunk(self.parts) for one in inputs)
-        found = [self.module(*part) for part in zip(*divided, strict=True)]
+        found = [self.module(*part, **named) for part in zip(*divided, strict=True)]
         losses, auxiliaries = zip(*found, strict=True)
         return torch.cat(losses), None if auxiliaries[0] is None else torch.cat(auxiliaries)
 

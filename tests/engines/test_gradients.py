@@ -108,6 +108,7 @@ def test_gradients_are_changed_as_in_the_reference(ranks):
             assert_same(run, expected, name)
 
 
+@pytest.mark.slow
 def test_refused_plans_fail_or_train_something_else():
     for name, (field, fields) in REFUSED.items():
         draft = Draft(_recipe(**fields), Cluster(devices_per_node=2), plan_of(_recipe([]), 1).model)

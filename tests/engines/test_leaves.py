@@ -39,6 +39,7 @@ def folder(tmp_path_factory) -> Path:
 DDP = {"parallel.backend": "accelerate", "parallel.accelerate": "ddp", "parallel.zero_stage": 0}
 
 
+@pytest.mark.slow
 def test_an_expert_without_tokens_is_not_updated(folder):
     recipe = _recipe(folder, **DDP)
     expected = plain_run(recipe, STEPS)

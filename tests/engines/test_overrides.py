@@ -97,6 +97,7 @@ NOT_THEIRS = {
     *("FakeTensorMode", "_record_memory_history", "_dump_snapshot", "_dynamo", "lookup_backend"),
     *("config", "compile_threads", "optimize_ddp"),
     *("_attn_implementation", "_init_weights"),
+    "_apply_gate",  # of experts, for functions that are registered with `transformers` (`ExpertsInterface`)
 }
 
 

@@ -139,6 +139,7 @@ def test_bf16_stays_near_the_fp32_loop(ranks, stages, reference):
         assert run.rates == reference.rates, name
 
 
+@pytest.mark.breadth
 def test_the_comparison_detects_a_deviation(reference):
     """Another clipping, decay or seed is seen."""
     sgd = VARIANTS[1]

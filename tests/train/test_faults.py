@@ -48,7 +48,7 @@ def stacks(run_dir: Path, rank: int) -> str:
 @pytest.mark.parametrize(
     ("fault", "says", "frame"),
     [
-        ("stop", "stopped by a signal (SIGSTOP)", "sitecustomize.py"),
+        pytest.param("stop", "stopped by a signal (SIGSTOP)", "sitecustomize.py", marks=pytest.mark.slow),
         pytest.param("gil", "in _hold_the_gil", "_hold_the_gil", marks=pytest.mark.breadth),
         pytest.param("sleep", "sitecustomize.py", "sitecustomize.py", marks=pytest.mark.breadth),
     ],

@@ -93,6 +93,7 @@ def test_a_run_stops_after_too_many_rollbacks(spoilt_recipe, tmp_path):
     assert "guard.max_rollbacks" in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_stops_instead_of_rolling_back_if_configured(small_recipe, tmp_path):
     """An ordinary step breaks the rule: a loss or a norm above the mean of the last three, soon in any run so long."""
     fields = {"spike_sigma": 1e-3, "spike_norm_ratio": 1, "window_steps": 3, "max_skipped": 0, "then": "stop"}

@@ -131,7 +131,7 @@ LEGAL = [
 REFUSED = [
     ("layout.tensor_divides", {"parallel.tensor": 4}),
     ("tensor.family", {**PIPELINE, "parallel.tensor": 2, "model.architecture": "gpt2", "model.config": {}}),
-    ("tensor.family", {**EVEN_HEADS, "model.architecture": "bamba"}),
+    ("tensor.family", {**EVEN_HEADS, "model.architecture": "doge"}),
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
     ("layout.expert", {"parallel.expert": 2}),

@@ -36,6 +36,7 @@ def _beside(folder, monkeypatch, cores):
     monkeypatch.setenv("PYTHONPATH", str(folder / "site"))
 
 
+@pytest.mark.slow
 def test_nothing_is_measured_or_started_on_a_busy_machine(tmp_path, monkeypatch):
     _beside(tmp_path, monkeypatch, cores=0.9)
     named = ["--set", "kernels.blocks=eager", "--set", "kernels.threads=1"]
