@@ -17,6 +17,7 @@ from typing import Any
 
 from llmtrain.launch.rendezvous import reserved_port
 
+SECONDS_BEFORE_END = 4
 FORK_SERVER: BaseContext = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.helpers.preloaded"])
 
@@ -90,10 +91,10 @@ def _rank_main(
     except BaseException:
         pipe.send((traceback.format_exc(), None))
     finally:
-        # A rank lives until all have answered and `run_ranks` kills them: its end would reset connections that another
-        # one may still be opening. If the test itself dies, the pipe ends.
+        # If all have answered, `run_ranks` kills them. Until then a rank stays for a while, because its end resets the
+        # connections that another one may still be opening; but only then does a rank that waits for it fail.
         with contextlib.suppress(EOFError, OSError):
-            pipe.recv()
+            pipe.poll(SECONDS_BEFORE_END)
         os._exit(0)
 
 
