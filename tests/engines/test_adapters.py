@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from packaging.version import Version
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -171,7 +172,14 @@ def _by_hand(recipe: Recipe, steps: int) -> tuple[list[float], dict[str, torch.T
     return losses, peft.get_peft_model_state_dict(model)
 
 
-@pytest.mark.parametrize("fields", [pytest.param(LORA, id="layers"), pytest.param(FUSED, id="experts")])
+LOADS_EXPERTS = Version(peft.__version__) >= Version("0.20")
+"""PEFT 0.19 calls the converters of weights of `transformers` 5.21 with arguments that they no longer have."""
+OF_EXPERTS = pytest.mark.skipif(not LOADS_EXPERTS, reason="PEFT 0.19 cannot load adapters of mixtures of experts")
+
+
+@pytest.mark.parametrize(
+    "fields", [pytest.param(LORA, id="layers"), pytest.param(FUSED, id="experts", marks=OF_EXPERTS)]
+)
 def test_a_run_matches_a_plain_loop_with_peft(fields):
     recipe = tiny_recipe(**fields, **{"parallel.backend": "data_parallel"})
     losses, weights = _by_hand(recipe, STEPS)
