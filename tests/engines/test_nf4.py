@@ -19,7 +19,7 @@ from llmtrain.plan.facts.weights import packed_bytes
 from llmtrain.plan.rules import assemble
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import Cluster
-from llmtrain.trials.verify import reference
+from llmtrain.trials.verify import reference_adapters
 from llmtrain.trials.verify.reference import ReferenceLoop
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -123,7 +123,7 @@ def test_the_values_are_those_of_the_levels_and_of_both_scales():
         held = nf4.quantize(weight)
         assert sum(one.nbytes for one in held) == packed_bytes(weight.numel())
         values = nf4.round_trip(weight)
-        torch.testing.assert_close(values, reference._in_nf4(weight), rtol=1e-6, atol=0)
+        torch.testing.assert_close(values, reference_adapters.in_nf4(weight), rtol=1e-6, atol=0)
         assert values.unique().numel() <= 16 * -(-weight.numel() // 64)
     assert not nf4.round_trip(torch.zeros(4, 64)).any()
 

@@ -8,11 +8,13 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from llmtrain.errors import Exit
+from llmtrain.launch.rendezvous import reserved_port
 from tests.helpers.commands import events, metrics
 
 ROOT = Path(__file__).parents[2]
@@ -50,9 +52,9 @@ def _write_scripts(folder: Path) -> None:
         (folder / name).write_text(code)
 
 
-def _start(folder: Path, launcher: str, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _start(folder: Path, launcher: str, script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Runs a script of a folder, which no launcher's variables describe."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "LLMTRAIN_CACHE": str(folder / "cache")}
+    environment = {**os.environ, **env, "OMP_NUM_THREADS": "1", "LLMTRAIN_CACHE": str(folder / "cache")}
     environment |= {"DS_ACCELERATOR": "cpu", "HF_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path)}
     program, *options = LAUNCHERS[launcher]
     command = [str(Path(sys.executable).parent / program), *options, script, *arguments]
@@ -96,6 +98,25 @@ def test_each_launcher_trains_the_same_run(folder, alone, launcher):
     """As on one device; only the order of sums differs."""
     done = _start(folder, launcher, "train_loop.py")
     assert _losses(done.stdout) == pytest.approx(alone, rel=1e-6), done.stderr
+
+
+SITE = """
+from llmtrain.launch import Launcher
+SITE = Launcher("site", markers=("SITE_RANK",), rank="SITE_RANK", world_size="SITE_SIZE")
+"""
+
+
+@pytest.mark.slow
+def test_a_launcher_of_ones_own_trains_the_same_run(folder, alone):
+    script = folder / "train_loop.py"
+    script.write_text(SITE + script.read_text().replace("lt.prepare(recipe)", "lt.prepare(recipe, launcher=SITE)"))
+    with reserved_port() as port, ThreadPoolExecutor(2) as pool:
+        shared = {"SITE_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        of_ranks = [shared | {"SITE_RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        started = [pool.submit(_start, folder, "python", "train_loop.py", **env) for env in of_ranks]
+        first, second = (one.result() for one in started)
+    assert _losses(first.stdout) == pytest.approx(alone, rel=1e-6), first.stderr
+    assert second.returncode == 0, second.stderr
 
 
 FAULTS = {

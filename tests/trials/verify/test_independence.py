@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "llmtrain"
-PROOF = ("reference.py", "reference_optimizers.py", "documents.py")
+PROOF = ("reference.py", "reference_adapters.py", "reference_optimizers.py", "documents.py")
 VERIFY = PACKAGE / "trials" / "verify"
 DECLARATIONS = {"llmtrain.recipe", "llmtrain.recipe.own_code", "llmtrain.plan.facts.families"}
 LIBRARIES = {"torch", "transformers", "numpy", "peft"}
 STANDARD = {"__future__", "collections", "contextlib", "dataclasses", "fnmatch", "inspect", "math", "sys", "typing"}
-OWN = {"llmtrain.trials.verify.reference", "llmtrain.trials.verify.reference_optimizers"}
+OWN = {f"llmtrain.trials.verify.{name}" for name in ("reference", "reference_adapters", "reference_optimizers")}
 
 
 MADE_OF = OWN | {"llmtrain.trials.verify.documents"}
