@@ -70,6 +70,11 @@ def test_a_recipe_as_json_is_a_recipe_in_yaml(written):
     assert load_recipe(str(written(recipe.model_dump_json())), [])[0] == recipe
 
 
+def test_yaml_extends_a_recipe_that_comes_with_llmtrain(written):
+    recipe, _ = load_recipe(str(written("extends: tiny:zero3\nname: mine\n")), [])
+    assert recipe == load_recipe(f"{TINY}:zero3", [])[0].with_(name="mine")
+
+
 def test_yaml_extends_python_and_yaml(written):
     written(f"extends: {TINY}:zero3\noptim: {{lr: 1e-3}}\nmodel:\n  config: {{hidden_size: 96}}\n", "base.yml")
     path = written("extends: base.yml\nname: mine\ndata: {tokenizer: some/folder}\nmodel: {config: {}}\n")

@@ -13,7 +13,7 @@ import yaml
 from pydantic import ValidationError
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.load.file import RecipeFile, check_file, check_variant
+from llmtrain.plan.load.file import RecipeFile, check_file, check_variant, located
 from llmtrain.recipe import Recipe, parse_recipe, recipe_problems
 from llmtrain.recipe.cluster import Cluster
 from llmtrain.recipe.parts import described_schema
@@ -105,7 +105,7 @@ class YamlRecipe:
         place = self._place("extends")
         if not isinstance(spec, str):
             raise RecipeError(Problem("recipe.value", place, "is not the path of a recipe", "extends: tiny.py:zero3"))
-        name, _, variant = spec.partition(":")
+        name, _, variant = located(spec).partition(":")
         path = self.path.parent / name
         if path.resolve() in extending:
             raise RecipeError(Problem("recipe.extends", place, f"'{spec}' itself extends this file"))
