@@ -28,6 +28,7 @@ from llmtrain.errors import FamilyError
 from llmtrain.models.stages import Cut
 from llmtrain.models.tensor.split import DeclaredSplit, plan_split
 from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.expert_check import compare_experts
 from llmtrain.models.tiny.model import build_tiny_model, packed_input
 from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
 from llmtrain.models.tiny.tensor_check import VOCABULARY, compare_tensor_split, supports_sequence_parallel
@@ -88,6 +89,9 @@ class Trial:
     """Returns the kind of the result and a note, or raises a FamilyError, which counts as `refused`."""
     lists: Callable[[list[Verdict]], dict[str, Any]] = lambda verdicts: {}
     """Returns what is written to `families.json`, by its key."""
+    kind: str = "are decoder-only"
+    """What the families have in common."""
+    others: str = "are not decoder-only language models"
 
     def judge(self, family: str) -> Verdict:
         """Tries a family, unless it is out of scope."""
@@ -115,9 +119,9 @@ class Trial:
         works, wrong, refused, not_built, outside = map(len, by_kind.values())
         built = works + wrong + refused
         text = paragraph(
-            f"Of {len(verdicts)} types of `transformers` {transformers.__version__}, {built} are decoder-only and were "
+            f"Of {len(verdicts)} types of `transformers` {transformers.__version__}, {built} {self.kind} and were "
             f"built: **{works} work ({works / built:.0%}), {refused} are refused, {wrong} are wrong**. {not_built} "
-            f"could not be built. {outside} are not decoder-only language models, or are another name of one."
+            f"could not be built. {outside} {self.others}, or are another name of one."
         )
         for kind, found in by_kind.items():
             rows = ((verdict.family, verdict.note) for verdict in found)
@@ -450,35 +454,39 @@ def _rank(function: Callable[[], Any], rank: int, port: int, pipe: Connection) -
     dist.destroy_process_group()
 
 
-# Expert parallelism: DeepSpeed's presets, and its AutoTP for the attention beside distributed experts, on two ranks.
+# Expert parallelism: two ranks, each with half of the experts of a layer.
+
+BESIDE_TENSOR = "also beside tensor parallelism"
 
 
-def experts() -> Files:
-    """Returns the lists of families whose experts the engine can distribute, also beside tensor parallelism."""
-    presets, split = on_two_ranks(_experts)
-    return with_lists({"expert_presets": presets, "expert_tensor": split})
+def _compare_experts(built: tuple[PreTrainedConfig, PreTrainedModel]) -> tuple[str, str]:
+    config, model = built
+    if not any(EXPERTS in name for name, _ in model.named_parameters()):
+        return "out of scope", "it has no routed experts"
+    compare_experts(config)
+    try:
+        compare_experts(config, with_tensor=True)
+    except FamilyError:
+        return "works", ""
+    return "works", BESIDE_TENSOR
 
 
-def _experts() -> tuple[dict[str, str], list[str]]:
-    from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
+def _expert_lists(verdicts: list[Verdict]) -> dict[str, Any]:
+    works = [verdict for verdict in verdicts if verdict.kind == "works"]
+    return {"expert": names(works), "expert_tensor": names(one for one in works if one.note == BESIDE_TENSOR)}
 
-    from llmtrain.engines.deepspeed.autotp_check import check_autotp
-    from llmtrain.overrides.deepspeed import make_tensor_groups
-    from llmtrain.plan.ds_config import render
-    from llmtrain.plan.load import load_recipe
-    from llmtrain.plan.rules import resolve
 
-    presets = {family: name for name, preset in PRESET_MODELS.items() for family in preset.hf_model_types}
-    fields = ["parallel.tensor=2", "parallel.expert=2"]
-    recipe, cluster = load_recipe(str(ROOT / "recipes/tiny.py:moe"), fields)
-    assert cluster is not None
-    block = render(resolve(recipe, cluster.resized(1, 2, "cpu")))["tensor_parallel"]
-    make_tensor_groups(2)
-    split = []
-    for family in sorted(presets):
-        try:
-            check_autotp(tiny_config(family), block, "eager", torch.device("cpu"))
-            split.append(family)
-        except FamilyError:
-            continue
-    return presets, split
+EXPERTS = ".experts."
+EXPERT = Trial(
+    "families_expert",
+    _on_meta,
+    _compare_experts,
+    _expert_lists,
+    "are decoder-only with routed experts",
+    "have no experts, are not decoder-only language models",
+)
+
+
+def expert() -> Files:
+    """Returns the page of families with expert parallelism."""
+    return EXPERT.files(EXPERT.every_family())

@@ -79,7 +79,9 @@ GENERATORS = {
     "families_documents": Generator(
         "tools.families:documents", (f"{REFERENCE}/families_documents.md", FAMILIES), "a minute"
     ),
-    "families_experts": Generator("tools.families:experts", (FAMILIES,), "half a minute"),
+    "families_expert": Generator(
+        "tools.families:expert", (f"{REFERENCE}/families_expert.md", FAMILIES), "half a minute"
+    ),
     "kernels": Generator(
         "tools.kernels:files", (f"{REFERENCE}/kernels.md",), "half an hour, and g++", part="GROUP, such as fp8"
     ),

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from llmtrain.engines.data_parallel import DataParallel
-from llmtrain.engines.deepspeed.autotp import AutoTPAxis
 from llmtrain.engines.deepspeed.axis import EngineAxis
 from llmtrain.engines.deepspeed.engine import DeepSpeedEngine
 from llmtrain.engines.deepspeed.expert import ExpertAxis
@@ -25,9 +24,9 @@ from llmtrain.plan.installed import check_runnable
 def build_engine(plan: Plan, ds_config: dict[str, Any], device: torch.device) -> Engine:
     """Returns the engine of a plan, with its model, optimizer and schedule.
 
-    The order is: weights, activation checkpointing, kernels, optimizer groups, DeepSpeed, which divides by tensors and
-    experts. ZeRO-3 partitions the weights while they are made. A rank of a pipeline makes only the weights of its
-    stage, or its slices of them. Raises RecipeError for a model that the plan cannot split.
+    The order is: weights, activation checkpointing, kernels, optimizer groups, DeepSpeed. ZeRO-3 partitions the weights
+    while they are made. A rank makes only the weights of its stage, its slices of them, and its experts. Raises
+    RecipeError for a model that the plan cannot split.
     """
     check_runnable(plan)
     check_overrides()
@@ -61,8 +60,7 @@ def _axes(plan: Plan, device: torch.device) -> list[EngineAxis]:
     kinds: list[tuple[int, type[EngineAxis]]] = [
         (parallel.pipeline, PipelineAxis),
         (parallel.expert, ExpertAxis),
-        (parallel.autotp_ranks, AutoTPAxis),
-        (1 if plan.stages else parallel.split_ranks, TensorAxis),
+        (1 if plan.stages else parallel.tensor, TensorAxis),
         (parallel.sequence, SequenceAxis),
     ]
     return [kind(plan, device) for degree, kind in kinds if degree > 1]

@@ -2,7 +2,7 @@
 
 from llmtrain.models.build import (
     build_model,
-    build_tensor_parallel,
+    build_sharded,
     check_trained,
     check_weights,
     find_cut_and_split,
@@ -26,7 +26,7 @@ __all__ = [
     "RankStages",
     "Stage",
     "build_model",
-    "build_tensor_parallel",
+    "build_sharded",
     "check_trained",
     "check_weights",
     "chunked_loss",

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -31,13 +32,13 @@ from transformers.pytorch_utils import Conv1D
 
 from llmtrain.errors import Problem, RecipeError, abbreviate, format_value, reason
 from llmtrain.models import nf4
-from llmtrain.models.experts import add_update, is_transposed, updates
+from llmtrain.models.experts import add_update, updates
 from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.initial import Gather, seed_for_name
 from llmtrain.models.loss import freeze_unused, target_loss_sum
 from llmtrain.models.pretrained import is_finite
+from llmtrain.models.sharding import Sharding, made_whole
 from llmtrain.models.stages import Stage
-from llmtrain.models.tensor.split import TensorParallel
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model, packed_input
 from llmtrain.plan.facts.built_model import STACKS, has_fused_experts, without_gradient
@@ -246,31 +247,20 @@ def from_file(name: str, value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def apply_adapter_to_stage(
-    stage: Stage, trained: Trained | None, recipe: Recipe, tensor_parallel: TensorParallel | None = None
+    stage: Stage, trained: Trained | None, recipe: Recipe, shardings: Sequence[Sharding] = ()
 ) -> None:
     """Applies the adapter to a pipeline stage, as `apply_adapter` does to a whole model.
 
-    tensor_parallel: if given, the stage holds this rank's shards, and so do its adapters.
+    shardings: with them, the stage holds this rank's shards, and so do its adapters.
     """
     names = {stage_name.removeprefix("model."): whole for stage_name, whole in stage.hf_names.items()}
-    apply_adapter(stage.model, trained, recipe, tensor_parallel.whole if tensor_parallel else None, names)
-    if tensor_parallel is not None:
-        split_adapters(stage.model, tensor_parallel)
+    apply_adapter(stage.model, trained, recipe, partial(made_whole, shardings), names)
+    for sharding in shardings:
+        sharding.split_adapters(stage.model)
     if trained is not None:
         stage.add_idle_parameters()
     plain_names = ((name, weight_name(name)) for name, _ in nf4.named_weights(stage.model))
     stage.hf_names = {f"model.{name}": names.get(plain, plain) for name, plain in plain_names}
-
-
-def split_adapters(model: PreTrainedModel, tensor_parallel: TensorParallel) -> None:
-    """Splits the adapters of a model, or of a part of it, as the layers that they are added to."""
-    for name, module in adapters(model):
-        inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
-        tensor_parallel.split_adapter(name, module.get_base_layer(), inner, outer, model.config)
-    for path, module in model.named_modules():
-        for name, update in updates(module):
-            base, transposed = getattr(module, name), is_transposed(module, update.a.ndim)
-            tensor_parallel.split_update(f"{path}.{name}", base, update.a, update.b, transposed, model.config)
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:

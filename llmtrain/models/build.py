@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_unused
 from llmtrain.models.own import InitialWeights, own_configuration
 from llmtrain.models.pretrained import Pretrained, is_quantized, read_pretrained, wrong_names
+from llmtrain.models.sharding import Sharding, made_whole
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.collectives import TensorGroup
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
+from llmtrain.models.tiny.expert_check import check_experts
 from llmtrain.models.tiny.stages_check import check_cut
 from llmtrain.models.tiny.tensor_check import check_tensor_split
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
@@ -159,40 +162,57 @@ def causal_lm(config: PreTrainedConfig, model: ModelConfig, dtype: torch.dtype) 
     )
 
 
-def build_tensor_parallel(
+def build_sharded(
     recipe: Recipe,
     dtype: torch.dtype,
     device: torch.device,
-    tensor_parallel: TensorParallel,
+    shardings: Sequence[Sharding],
     partition: Callable[[torch.nn.Module], None] = lambda _: None,
     gather: Gather = lambda _: nullcontext(),
     is_reader: bool = True,
 ) -> PreTrainedModel:
-    """Builds a tensor parallel rank's shards of the recipe's causal LM with its initial or pretrained weights.
+    """Builds a rank's shards of the recipe's causal LM with its initial or pretrained weights.
 
-    A parameter is whole only while it is initialized or read. partition, gather: ZeRO-3's, with which no rank holds
-    more than its shards of a layer; ranks with `is_reader` read pretrained weights.
+    shardings: of tensor and expert parallelism; each parameter is sharded by at most one of them. A parameter is whole
+    only while it is initialized or read. partition, gather: ZeRO-3's, with which no rank holds more than its shards of
+    a layer; ranks with `is_reader` read pretrained weights.
     """
     config = training_configuration(recipe)
-    with no_init_weights(), parameters_without_memory(), torch.device(device):
+    trained = adapter.select_trained(recipe, config)
+    packed = {name: name for name in trained.packed} if trained else {}
+    home = torch.device("cpu") if packed else device  # as in `build_model`
+    with no_init_weights(), parameters_without_memory(), torch.device(home):
         model = causal_lm(config, recipe.model, dtype)
     freeze_unused(model).tie_weights()
     for name, parameter in model.named_parameters():
-        tensor_parallel.shard(name, parameter)
+        for sharding in shardings:
+            sharding.shard(name, parameter)
     for part in (*(layer for layers in decoder_lists(model).values() for layer in layers), model):
-        allocate(part, device)
+        allocate(part, home)
         partition(part)
-    tensor_parallel.install(model, {name: name for name, _ in model.named_parameters()})
+    for sharding in shardings:
+        sharding.install(model, {name: name for name, _ in model.named_parameters()})
 
     @contextmanager
     def whole(parameters: list[torch.nn.Parameter]) -> Iterator[None]:
-        with gather(parameters), tensor_parallel.whole(parameters):
+        with gather(parameters), made_whole(shardings, parameters):
             yield
 
-    _set_weights(model, dict(model.named_parameters()), recipe, config, whole, is_reader)
-    adapter.apply_adapter(model, adapter.select_trained(recipe, config), recipe, whole)
-    adapter.split_adapters(model, tensor_parallel)
+    weights = {name: parameter for name, parameter in model.named_parameters() if name not in packed}
+    _set_weights(model, weights, recipe, config, whole, is_reader)
+    if packed:
+        nf4.pack_weights(model, packed, _reader(recipe, config, shardings), device, dtype)
+        model.to(device)
+    adapter.apply_adapter(model, trained, recipe, whole)
+    for sharding in shardings:
+        sharding.split_adapters(model)
     return model
+
+
+def _reader(recipe: Recipe, config: PreTrainedConfig, shardings: Sequence[Sharding]) -> Callable[[str], torch.Tensor]:
+    """Returns a function that reads this rank's part of a pretrained weight, given its name."""
+    read = read_pretrained(recipe.model, config).tensor
+    return lambda name: reduce(lambda weight, sharding: sharding.part(name, weight), shardings, read(name))
 
 
 def _load_dequantized(
@@ -243,7 +263,7 @@ def check_trained(recipe: Recipe) -> None:
 
 
 StageBuilder = Callable[..., Stage]
-"""Builds a stage, given its index and, if tensor parallel ranks share the stage, their `TensorGroup`."""
+"""Builds a stage, given its index and, if tensor parallel ranks share the stage, their `TensorGroup`, and shardings."""
 
 
 def find_cut_and_split(
@@ -258,9 +278,20 @@ def find_cut_and_split(
     config, attention = training_configuration(recipe), recipe.model.attention_kernel
     facts = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir)
     cut = check_cut(config, stage_bounds(facts, stages, recipe.data.sequence_length), attention)
+    return cut, find_split(config, recipe, tensor, sequence_parallel)
+
+
+def find_split(config: PreTrainedConfig, recipe: Recipe, tensor: int, sequence_parallel: bool = False) -> DeclaredSplit:
+    """Returns how tensor parallel ranks split the recipe's model, after it was verified on a tiny copy.
+
+    config: of the model. Distributed experts, which are verified with it, are not split. tensor and sequence_parallel:
+    as in `find_cut_and_split`. Raises FamilyError.
+    """
+    if recipe.parallel.expert > 1:
+        return check_experts(config, tensor, recipe.model.attention_kernel)
     if tensor == 1:
-        return cut, DeclaredSplit({}, {})
-    return cut, check_tensor_split(config, tensor, attention, sequence_parallel)
+        return DeclaredSplit({}, {})
+    return check_tensor_split(config, tensor, recipe.model.attention_kernel, sequence_parallel)
 
 
 def stage_builder(
@@ -280,19 +311,19 @@ def stage_builder(
     cut, split = find_cut_and_split(recipe, stages, tensor, sequence_parallel)
     trained = adapter.select_trained(recipe, config)
 
-    def build(index: int, group: TensorGroup | None = None) -> Stage:
-        tensor_parallel = TensorParallel(split, group) if group else None
-        whole = tensor_parallel.whole if tensor_parallel else None
+    def build(index: int, group: TensorGroup | None = None, more: Sequence[Sharding] = ()) -> Stage:
+        shardings = [*([TensorParallel(split, group)] if group else []), *more]
+        whole = partial(made_whole, shardings)
         packed = trained.packed if trained else ()
         home = torch.device("cpu") if packed else device  # as in `build_model`
-        stage = build_stage(config, index, cut, recipe.model.attention_kernel, dtype, home, tensor_parallel)
+        stage = build_stage(config, index, cut, recipe.model.attention_kernel, dtype, home, shardings)
         weights = {whole: stage.get_parameter(name) for name, whole in stage.hf_names.items() if whole not in packed}
         _set_weights(stage.model, weights, recipe, config, whole)
         if packed:
             names = {name: whole for name, whole in stage.hf_names.items() if whole in packed}
-            nf4.pack_weights(stage, names, read_pretrained(recipe.model, config).tensor, device, dtype)
+            nf4.pack_weights(stage, names, _reader(recipe, config, shardings), device, dtype)
             stage.to(device)
-        adapter.apply_adapter_to_stage(stage, trained, recipe, tensor_parallel)
+        adapter.apply_adapter_to_stage(stage, trained, recipe, shardings)
         return stage
 
     return build

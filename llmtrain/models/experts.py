@@ -1,4 +1,8 @@
-"""The fused experts of a layer as grouped products, and low-rank updates of parameters that no linear layer holds.
+"""The fused experts of a layer as grouped products, distributed over ranks, and with low-rank updates.
+
+With expert parallelism, a rank holds some of the experts of each layer. It sends each of its tokens to the ranks that
+hold the experts which the router has chosen, and gets the results back; no token is dropped. Tokens are sorted once by
+expert, which sorts them by rank, too. Tensor parallel ranks hold the same tokens, and each of them sends an equal part.
 
 An adapter of PEFT's `target_parameters` adds B·A to a parameter, such as to the stack with the matrices of all experts,
 [experts, outputs, inputs]. PEFT adds the products to the stacks in each pass, and reads the stacks outside of their
@@ -18,6 +22,7 @@ from torch.nn.functional import pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from llmtrain.models.nf4 import Nf4Stack
+from llmtrain.models.tensor.collectives import TensorGroup, exchange_rows, gather_rows, own_rows, scatter_rows
 from llmtrain.overrides.transformers import EXPERTS_FUNCTION, grouped_linear, use_experts_function
 from llmtrain.plan.facts.built_model import has_fused_experts
 
@@ -105,6 +110,13 @@ class Routes(NamedTuple):
     """[experts], int32: the end of each expert's choices."""
     per_token: int
 
+    @property
+    def places(self) -> Tensor:
+        """[tokens · per_token]: where each choice is among the sorted ones."""
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(len(places), device=places.device)
+        return places
+
 
 def route(chosen: Tensor, experts: int) -> Routes:
     """Sorts the experts that tokens have chosen, [tokens, per_token]."""
@@ -126,9 +138,7 @@ def combine(outputs: Tensor, weights: Tensor, routes: Routes) -> Tensor:
     outputs: of the sorted choices. weights: [tokens, per_token].
     """
     weighted = outputs * weights.reshape(-1)[routes.order].unsqueeze(-1)
-    place = torch.empty_like(routes.order)
-    place[routes.order] = torch.arange(len(place), device=place.device)
-    return weighted[place].view(*weights.shape, outputs.shape[-1]).sum(1)
+    return weighted[routes.places].view(*weights.shape, outputs.shape[-1]).sum(1)
 
 
 def multiply(
@@ -154,25 +164,63 @@ def multiply_update(inputs: Tensor, update: Update, routes: Routes) -> Tensor:
     return update.scale * grouped_linear(inner, b, routes.ends)
 
 
-def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Computes the experts of a module, with its updates.
-
-    hidden_states: [tokens, width]. top_k_index: [tokens, per_token], each token's experts. top_k_weights: their
-    weights.
-    """
-    routes, updated = route(top_k_index, module.num_experts), dict(updates(module))
+def apply_experts(module: Any, inputs: Tensor, routes: Routes) -> Tensor:
+    """Applies the experts of a module, with their updates, to the sorted choices, [choices, width]."""
+    updated = dict(updates(module))
 
     def project(inputs: Tensor, name: str) -> Tensor:
         bias = getattr(module, f"{name}_bias") if module.has_bias else None
         product = multiply(inputs, getattr(module, name), routes, bias, module.is_transposed)
         return product + multiply_update(inputs, updated[name], routes) if name in updated else product
 
-    inner = project(dispatch(hidden_states, routes), "gate_up_proj" if module.has_gate else "up_proj")
+    inner = project(inputs, "gate_up_proj" if module.has_gate else "up_proj")
     inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
     outputs = project(inner, "down_proj")
-    if module.has_post_expert_norm:
-        outputs = module.post_expert_norm(outputs)
-    return combine(outputs, top_k_weights, routes).to(hidden_states.dtype)
+    return module.post_expert_norm(outputs) if module.has_post_expert_norm else outputs
+
+
+class ExpertGroups(NamedTuple):
+    """The groups of a rank that holds some of the experts of each layer."""
+
+    experts: TensorGroup
+    """The ranks that together hold all experts."""
+    tensor: TensorGroup
+    """The tensor parallel ranks, which hold the same tokens; this rank only if there are no others."""
+
+
+def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Computes the experts of a module, with its updates, on all ranks that hold them.
+
+    hidden_states: [tokens, width]. top_k_index: [tokens, per_token], each token's experts. top_k_weights: their
+    weights.
+    """
+    groups: ExpertGroups | None = getattr(module, "expert_groups", None)
+    if groups is None:
+        routes = route(top_k_index, module.num_experts)
+        outputs = apply_experts(module, dispatch(hidden_states, routes), routes)
+        return combine(outputs, top_k_weights, routes).to(hidden_states.dtype)
+    hidden, weights = (scatter_rows(value, groups.tensor) for value in (hidden_states, top_k_weights))
+    routes = route(own_rows(top_k_index, groups.tensor), module.num_experts)
+    outputs = _apply_distributed(module, dispatch(hidden, routes), routes, groups.experts)
+    combined = combine(outputs, weights, routes).to(hidden_states.dtype)
+    return gather_rows(combined, len(hidden_states), groups.tensor)
+
+
+def _apply_distributed(module: Any, inputs: Tensor, routes: Routes, group: TensorGroup) -> Tensor:
+    """Sends the sorted choices to the ranks of their experts; returns what the experts made of them, in this order."""
+    chosen = routes.ends.diff(prepend=routes.ends.new_zeros(1))
+    local = module.num_experts // group.size
+    arrived = group.all_to_all(chosen, [local] * group.size, [local] * group.size).view(group.size, local)
+    sent, received = (counts.sum(1).tolist() for counts in (chosen.view(group.size, local), arrived))
+    rows = exchange_rows(inputs, sent, received, group)
+    # Those of each rank are sorted by expert.
+    numbers = torch.arange(local, device=inputs.device).repeat(group.size)
+    chosen_here = numbers.repeat_interleave(arrived.flatten(), output_size=len(rows))
+    if not len(rows):  # torch's grouped products have no backward pass without rows, and weights need a gradient
+        rows, chosen_here = pad(rows, (0, 0, 0, 1)), numbers[:1]
+    own = route(chosen_here[:, None], local)
+    outputs = apply_experts(module, dispatch(rows, own), own)[own.places]
+    return exchange_rows(outputs[: sum(received)], received, sent, group)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS_FUNCTION, forward)

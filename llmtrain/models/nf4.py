@@ -5,9 +5,9 @@ block's largest magnitude. The mean of these magnitudes is subtracted, and the r
 256. This takes 4 + 8/64 + 32/(64·256) = 4.127 bits per element. The numbers are those of bitsandbytes' `quantize_4bit`,
 so an adapter that was trained here fits the base that `transformers` loads through bitsandbytes.
 
-The packed weight is held in buffers, and not in a parameter as in bitsandbytes and in torchao: ZeRO, DDP and AutoTP
-cast, broadcast, flatten and split whatever is a parameter. No buffer is of a floating type, which a cast of the model
-to bf16 would round.
+The packed weight is held in buffers, and not in a parameter as in bitsandbytes and in torchao: ZeRO and DDP cast,
+broadcast, flatten and split whatever is a parameter. No buffer is of a floating type, which a cast of the model to bf16
+would round.
 """
 
 from __future__ import annotations
@@ -243,7 +243,9 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, Nf4Linear):
             yield f"{name}.weight", module.weight
         elif isinstance(module, Nf4Stack):
-            yield name, module.weight
+            weight: Any = module.weight
+            weight.is_distributed_expert = hasattr(model.get_submodule(name.rpartition(".")[0]), "expert_groups")
+            yield name, weight
 
 
 def _in_blocks(values: Tensor, size: int) -> Tensor:

@@ -29,7 +29,7 @@ from transformers.initialization import no_init_weights
 from llmtrain.errors import FamilyError
 from llmtrain.models.classifier import decoder_of
 from llmtrain.models.loss import freeze_unused
-from llmtrain.models.tensor.split import TensorParallel
+from llmtrain.models.sharding import Sharding
 from llmtrain.overrides.torch import parameters_without_memory
 from llmtrain.plan.facts.built_model import decoder_lists
 from llmtrain.plan.stages import StageBounds
@@ -308,12 +308,12 @@ def build_stage(
     attention: str,
     dtype: torch.dtype,
     device: torch.device,
-    tensor: TensorParallel | None = None,
+    shardings: Sequence[Sharding] = (),
 ) -> Stage:
     """Builds a stage of the causal LM of `config`, with its parameters allocated on `device` but not initialized.
 
-    `draw_all_weights(stage.model, seed)` then draws exactly the weights that the whole model would have. tensor: if
-    given, only this rank's shards are allocated, and `draw_all_weights` needs `tensor.whole`.
+    `draw_all_weights(stage.model, seed)` then draws exactly the weights that the whole model would have. shardings: if
+    there are any, only this rank's shards are allocated, and `draw_all_weights` needs `made_whole`.
     """
     with no_init_weights(), parameters_without_memory(), torch.device(device):
         model = decoder_of(config, attn_implementation=attention, dtype=dtype)
@@ -327,12 +327,12 @@ def build_stage(
             layers[number] = kind(layer, cut.tuple_length)
     _remove_unused(model, list_name, canonical, cut.outside[index], device)
     names = {name: canonical[id(parameter)] for name, parameter in model.named_parameters()}
-    if tensor is not None:
+    for sharding in shardings:
         for name, parameter in model.named_parameters():
-            tensor.shard(names[name], parameter)
+            sharding.shard(names[name], parameter)
     allocate(model, device)
-    if tensor is not None:
-        tensor.install(model, names)
+    for sharding in shardings:
+        sharding.install(model, names)
     return Stage(model, index, cut, {f"model.{name}": whole for name, whole in names.items()})
 
 
@@ -375,4 +375,5 @@ def allocate(module: nn.Module, device: torch.device) -> None:
                 if first is not None and first.numel() and first.device.type == value.device.type:
                     value.copy_(first.expand_as(value))
                 allocated[id(parameter)] = nn.Parameter(value, parameter.requires_grad)
+                vars(allocated[id(parameter)]).update(vars(parameter))  # such as the mark of an expert
             setattr(part, name, allocated[id(parameter)])

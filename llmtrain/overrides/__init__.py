@@ -130,18 +130,6 @@ OVERRIDES = (
         "deepspeedai/DeepSpeed#8475",
     ),
     Override(
-        (f"{_ZERO}DeepSpeedZeroOptimizer._average_expert_grad_norms(norm_groups)",),
-        "If experts and tensor slices share ranks, the norm counts only the experts of each group's first rank.",
-        "tests/engines/deepspeed/test_expert_tensor.py",
-        report="expert_norm",
-    ),
-    Override(
-        ("deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected(param, ...)",),
-        "BF16_Optimizer keeps the mark of scaled gradients, so the gradients of later micro-batches are not scaled.",
-        "tests/engines/deepspeed/test_expert_tensor.py",
-        report="folding_mark",
-    ),
-    Override(
         (
             *(f"{module}is_invalid_grad_norm(norm)" for module in (_BF16, _ZERO, _ZERO_3)),
             f"{_BF16}clip_tensors_by_global_norm(input_tensors, max_norm, global_norm, mpu, ...)",
@@ -168,30 +156,21 @@ OVERRIDES = (
     ),
     Override(
         (
-            *(f"{_GROUPS}{name}_PARALLEL_GROUP" for name in ("_TENSOR_MODEL", "_MODEL", "_DATA")),
             f"{_GROUPS}_ZERO_PARAM_INTRA_PARALLEL_GROUP",
             f"{_GROUPS}mpu",
-            f"{_GROUPS}mesh_device",
-            f"{_GROUPS}_init_tp_mesh_device(tensor_model_parallel_size, ...)",
         ),
         "A process could have only one engine: DeepSpeed makes groups when it makes the first one, and keeps them.",
         "tests/engines/deepspeed/test_hierarchical.py",
         "deepspeedai/DeepSpeed#7680",
     ),
     Override(
-        ("deepspeed.runtime.engine:.first_dataloader_check",),
-        "Tensor parallel ranks open a context on each other's GPU to compare their first inputs.",
-        "tests/engines/deepspeed/test_expert_tensor.py",
-    ),
-    Override(
         (
-            f"{_GROUPS}_get_expert_parallel_group(group_name, ...)",
-            f"{_GROUPS}_get_expert_data_parallel_group(group_name, ...)",
-            "deepspeed.module_inject.auto_ep_layer:AutoEPMoELayer",
-            "deepspeed.module_inject.auto_ep_layer:.model_family",
-            "deepspeed.module_inject.auto_ep_presets.registry:get_preset(preset_name, ...)",
+            *(f"{_GROUPS}_EXPERT_{kind}PARALLEL_GROUP{end}" for kind in ("", "DATA_") for end in ("", "_RANKS")),
+            f"{_ZERO_3}.ds_zero_placement_family",
+            f"{_ZERO_3}.ds_zero_partition_group_name",
+            "deepspeed.runtime.zero.partition_parameters:.ds_zero_partition_process_group",
         ),
-        "It is unknown which experts a rank holds and what they are called, so they cannot be saved or gathered.",
+        "DeepSpeed would average gradients of different experts, and knows no experts of pipelines or at ZeRO-3.",
         "tests/engines/deepspeed/test_expert.py",
     ),
     Override(
@@ -339,12 +318,6 @@ OVERRIDES = (
         "Trackers change the number of threads, and make each worker on a CPU look like a run of one process.",
         "tests/train/metrics/test_trackers.py",
         "huggingface/accelerate#1446",
-    ),
-    Override(
-        ("peft.tuners.tuners_utils:.weight",),
-        "AutoTP replaces an adapted layer by the layer alone, without its adapter.",
-        "tests/engines/deepspeed/test_expert_tensor.py",
-        report="autotp_adapter",
     ),
     Override(
         ("torch.nn.functional:scaled_dot_product_attention",),

@@ -6,12 +6,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from deepspeed import ops
-from deepspeed.module_inject import auto_ep_folding, auto_ep_layer, set_autotp_mode
-from deepspeed.module_inject.auto_ep_presets import registry
 from deepspeed.runtime import bf16_optimizer, compiler
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -36,17 +34,35 @@ T = TypeVar("T")
 def reset_groups() -> None:
     """Discards DeepSpeed's process groups, so that the next engine of this process makes its own.
 
-    DeepSpeed 0.19.8 uses the groups of the first tensor parallel engine for every later one, whatever its degree, and
-    also for engines without tensor parallelism. After a pipeline, the next engine would join the pipeline's groups, and
-    after one with hpZ, another one with hpZ fails.
+    After a pipeline or tensor parallelism, the next engine would join their groups. After hpZ, another one with hpZ
+    fails.
     """
-    set_autotp_mode(training=False)
     groups.mpu = None
-    groups.mesh_device = None
-    groups._TENSOR_MODEL_PARALLEL_GROUP = None
-    groups._MODEL_PARALLEL_GROUP = None
-    groups._DATA_PARALLEL_GROUP = None
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+
+
+def register_expert_groups(degree: int, sharing: dist.ProcessGroup, equal: dist.ProcessGroup) -> str:
+    """Gives DeepSpeed the groups of experts; returns the name under which it finds them.
+
+    It would make them itself for ranks without tensor parallelism only. sharing: the ranks that share the experts.
+    equal: those that hold the same ones.
+    """
+    name = f"ep_size_{degree}"
+    groups._EXPERT_PARALLEL_GROUP = {name: sharing}
+    groups._EXPERT_PARALLEL_GROUP_RANKS = {name: dist.get_process_group_ranks(sharing)}
+    groups._EXPERT_DATA_PARALLEL_GROUP = {name: equal}
+    groups._EXPERT_DATA_PARALLEL_GROUP_RANKS = {name: dist.get_process_group_ranks(equal)}
+    return name
+
+
+def partition_over(expert: Any, equal: dist.ProcessGroup, name: str) -> None:
+    """Lets ZeRO-3 partition a parameter of experts over the ranks that hold the same ones.
+
+    name: of `register_expert_groups`.
+    """
+    expert.ds_zero_placement_family = "autoep_expert"
+    expert.ds_zero_partition_group_name = name
+    expert.ds_zero_partition_process_group = equal
 
 
 def leave_muon_eager() -> None:
@@ -60,55 +76,6 @@ def leave_muon_eager() -> None:
         import_module("deepspeed.runtime.zero.muon.original_muon")
     finally:
         compiler.compile = compiled
-
-
-def make_tensor_groups(degree: int) -> None:
-    """Makes the tensor and data parallel groups, which DeepSpeed would only make with the engine.
-
-    Ranks i·degree to (i+1)·degree - 1 share one replica; ranks that are equal modulo `degree` hold the same shards.
-    """
-    reset_groups()
-    groups._init_tp_mesh_device(tensor_model_parallel_size=degree)
-
-
-def skip_input_check(engine: DeepSpeedEngine) -> None:
-    """Removes the check that tensor parallel ranks have equal inputs, which the sampler ensures.
-
-    It pickles tensors of the device, and a rank that receives another rank's opens a context on that rank's GPU: half a
-    gibibyte each, or an error in exclusive mode.
-    """
-    if engine.first_dataloader_check is not None:
-        engine.first_dataloader_check.remove()
-        engine.first_dataloader_check = None
-
-
-def tensor_group() -> dist.ProcessGroup:
-    """Returns the ranks that hold one replica together with this one."""
-    return cast(dist.ProcessGroup, groups.get_tensor_model_parallel_group())
-
-
-def data_group() -> dist.ProcessGroup:
-    """Returns the ranks that hold the same shards as this one."""
-    return cast(dist.ProcessGroup, groups.get_data_parallel_group())
-
-
-def expert_group(degree: int) -> dist.ProcessGroup:
-    """Returns the ranks that share the experts of a layer; AutoEP has made the group."""
-    return cast(dist.ProcessGroup, groups._get_expert_parallel_group(f"ep_size_{degree}"))
-
-
-def group_with_experts(expert: Tensor) -> dist.ProcessGroup:
-    """Returns the ranks that hold the same experts as this one, given a weight of an expert."""
-    return cast(dist.ProcessGroup, groups._get_expert_data_parallel_group(expert.group_name))  # type: ignore[attr-defined]
-
-
-def expert_blocks(model: nn.Module) -> dict[str, Any]:
-    """Maps the path of each block of experts to DeepSpeed's preset for the family, which has the names of its parts."""
-    return {
-        path: registry.get_preset(module.model_family)
-        for path, module in model.named_modules()
-        if isinstance(module, auto_ep_layer.AutoEPMoELayer)
-    }
 
 
 def use_no_compiled_collective() -> None:
@@ -289,36 +256,6 @@ class _DeviceSynchronizedStream(torch.cuda.Stream):
 
     def synchronize(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self)
-
-
-def count_all_experts(optimizer: Any, device: torch.device) -> None:
-    """Makes ZeRO 1 and 2 count the experts of all ranks in the norm, under AutoEP folded with AutoTP.
-
-    DeepSpeed 0.19.8 counts only those of the first rank of each tensor parallel group, although each rank has gradients
-    of experts that no other rank has.
-    """
-    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
-        return
-
-    def count(norms: list[Tensor]) -> None:
-        for index, has_experts in enumerate(optimizer.is_moe_param_group):
-            if has_experts:
-                square = squared_norm(optimizer.averaged_gradients[index], device)
-                dist.all_reduce(square)
-                norms[index] = square.sqrt().float()
-
-    optimizer._average_expert_grad_norms = count
-
-
-def clear_folding_marks(optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Clears the marks of corrected gradients that DeepSpeed's folding leaves on parameters, before a backward pass.
-
-    Folding scales gradients of experts and averages those of routers in each micro-batch, and marks them as corrected.
-    `BF16_Optimizer` does not clear the marks before the next micro-batch, whose gradients would remain uncorrected.
-    """
-    if isinstance(optimizer, BF16_Optimizer):
-        for parameter in parameters:
-            auto_ep_folding.clear_autoep_folding_gradient_corrected(parameter)
 
 
 class PipelineTiedByName(PipelineModule):  # type: ignore[misc]

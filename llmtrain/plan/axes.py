@@ -83,8 +83,7 @@ TENSOR = Axis(
     "tensor",
     "tp",
     frozenset({"matrices", "experts"}),
-    "Each tensor parallel rank holds equally many whole heads. With distributed experts, AutoTP would otherwise "
-    "give some ranks more heads than others, or none at all, and all ranks would wait for the slowest.",
+    "Each tensor parallel rank holds equally many whole heads.",
     _tensor_limits,
 )
 SEQUENCE = Axis(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
-from llmtrain.plan.facts.families import EXPERT_PRESETS, FAMILIES
+from llmtrain.plan.facts.families import FAMILIES
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict.flat import (
     MAX_LIVE_PARAMETERS,
@@ -55,17 +55,15 @@ def render(plan: Plan) -> dict[str, Any]:
 def _batch(plan: Plan) -> Block:
     """Returns the batch sizes as integers.
 
-    DeepSpeed counts the ranks of AutoTP's groups as data parallel (DeepSpeed issue 7298), and does not know which ranks
-    share sequences, so it would refuse the right global batch size: it is left out in these cases. Other tensor groups
-    are described to it.
+    DeepSpeed does not know which ranks share sequences, so it would refuse the right global batch size, which is left
+    out in this case. Tensor groups are described to it.
     """
-    parallel = plan.parallel
     batch = {
         "train_batch_size": plan.batch.global_batch_size,
         "train_micro_batch_size_per_gpu": plan.batch.micro_batch_size,
         "gradient_accumulation_steps": plan.batch.gradient_accumulation_steps,
     }
-    if plan.gradient_ranks > plan.data_parallel_size or parallel.autotp_ranks > 1:
+    if plan.gradient_ranks > plan.data_parallel_size:
         del batch["train_batch_size"]
     return batch
 
@@ -148,10 +146,6 @@ def _zero(plan: Plan) -> Block:
     }
     if stage == 3:
         zero |= _zero3(plan, bucket, pin)
-    if parallel.autotp_ranks > 1:
-        # Even offload to "none" is rejected together with experts.
-        del zero["offload_optimizer"]
-        zero.pop("offload_param", None)
     return zero
 
 
@@ -195,7 +189,7 @@ def _offload(device: OffloadDevice, nvme_path: str | None, pin: bool) -> Block:
 
 def _parallelism(plan: Plan) -> Block:
     """Returns the blocks for degrees above 1."""
-    parallel, blocks = plan.parallel, Block()
+    blocks = Block()
     if plan.stages:
         blocks["pipeline"] = {
             # Counts in the engine's layers, which are stages here: each would be recomputed in addition to its own
@@ -205,44 +199,7 @@ def _parallelism(plan: Plan) -> Block:
             "pipe_partitioned": False,
             "grad_partitioned": False,
         }
-    if parallel.autotp_ranks > 1:
-        blocks["tensor_parallel"] = {
-            "autotp_size": parallel.autotp_ranks,
-            "tp_overlap_comm": False,
-            "vocab_parallel_lm_head": False,  # it computes its own loss, from labels that we do not pass
-            "partition_config": _attention_only(plan.recipe.model.adapter is not None),
-        }
-    if parallel.expert > 1:
-        blocks["expert_parallel"] = {
-            "enabled": True,
-            "autoep_size": parallel.expert,
-            "preset_model": EXPERT_PRESETS[plan.model.model_type],
-            "expert_tensor_parallel_size": 1,
-            "comm_backend": "comm",
-            # DeepSpeed's own kernel for GPUs before Hopper rounds fp32 to TF32 (`ops/triton_ops/group_gemm_triton.py`).
-            # Autocast does not reach it, nor the grouped products of `transformers`.
-            "disable_triton_grouped_mm": WEIGHT_DTYPE[parallel.precision] == "fp32",
-        }
     return blocks
-
-
-def _attention_only(has_adapter: bool) -> Block:
-    """Returns the weights that tensor parallel ranks share if experts are distributed over them: those of attention.
-
-    A family's own `tp_plan` has styles for experts that AutoTP does not support. Norms over heads are whole on every
-    rank, which sees some of the heads: their gradients are summed. has_adapter: whether PEFT's modules may stand for
-    linear layers; of an adapter, the matrix on the split side of the layer is split.
-    """
-    column, row = (rf"(\.base_layer|\.lora_{side}\.default)?" if has_adapter else "" for side in "BA")
-    return {
-        "use_default_specs": False,
-        "lm_head_patterns": [],
-        "layer_specs": [
-            {"patterns": [rf".*self_attn\.(q|k|v)_proj{column}\.weight$"], "partition_type": "column"},
-            {"patterns": [rf".*self_attn\.o_proj{row}\.weight$"], "partition_type": "row"},
-            {"patterns": [r".*self_attn\.(q|k)_norm\.weight$"], "partition_type": "skip", "grad_allreduce": True},
-        ],
-    }
 
 
 def _run_time() -> Block:

@@ -175,13 +175,13 @@ class Plan(Part):
 
         Each holds a slice of the residual stream between attention and feed-forward; 1 if each holds all of it.
 
-        The length of every micro-batch has to be divisible among them. AutoTP, which splits attention if experts are
-        distributed, has no such slices, and a feed-forward layer in tiles would sum the gradients of its bias once for
-        each tile.
+        The length of every micro-batch has to be divisible among them. Before distributed experts, all ranks have all
+        tokens, and a feed-forward layer in tiles would sum the gradients of its bias once for each tile.
         """
-        ranks, length = self.parallel.split_ranks, self.recipe.data.sequence_length // self.parallel.sequence
+        ranks, length = self.parallel.tensor, self.recipe.data.sequence_length // self.parallel.sequence
         divides = length % ranks == 0 and (self.has_one_shape or SHORTENED_TO % ranks == 0)
         is_able = self.model.model_type in MEGATRON_SP_FAMILIES and not self.parallel.tiled_mlp
+        is_able = is_able and self.parallel.expert == 1
         return ranks if divides and is_able else 1
 
     @property

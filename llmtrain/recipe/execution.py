@@ -76,19 +76,6 @@ class ParallelConfig(Part):
         return self.pipeline * self.pipeline_chunks
 
     @property
-    def split_ranks(self) -> int:
-        """Number of tensor parallel ranks among which llmtrain splits all matrices; 1 if experts are distributed."""
-        return self.tensor if self.expert == 1 else 1
-
-    @property
-    def autotp_ranks(self) -> int:
-        """Number of tensor parallel ranks among which DeepSpeed's AutoTP splits attention, if experts are distributed.
-
-        1 if experts are not distributed.
-        """
-        return self.tensor // self.split_ranks
-
-    @property
     def strategy(self) -> str:
         """The strategy that splits the work: `deepspeed`, `ddp`, `fsdp2`, `horovod` or `data_parallel`."""
         return self.accelerate if self.backend == "accelerate" else self.backend

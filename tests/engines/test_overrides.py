@@ -28,8 +28,7 @@ PACKAGE = ROOT / "llmtrain"
 
 
 NAMED = (
-    "deepspeed.module_inject.auto_ep_folding:clear_autoep_folding_gradient_corrected",
-    "deepspeed.utils.groups:_get_expert_parallel_group",
+    "deepspeed.utils.groups:_EXPERT_DATA_PARALLEL_GROUP_RANKS",
     "torch._inductor.cpp_builder:get_cpp_compiler",
 )
 """Places that nothing else in the libraries imports by name once they are loaded."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo import lookup_backend
 
-from llmtrain.engines.deepspeed import autotp, engine
+from llmtrain.engines.deepspeed import engine
 from llmtrain.errors import FamilyError
 from llmtrain.models import build_model, compiled, model_configuration
 from llmtrain.models.liger import use_liger_layers
@@ -143,22 +143,6 @@ def test_recomputation_on_four_ranks_changes_no_bit(name):
 def test_recomputation_with_distributed_experts_changes_no_bit(name):
     ranks, family, fields = EXPERTS[name]
     compare(ranks, moe_recipe(family, **fields), [*AGAIN.values()])
-
-
-def _unmarked(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(autotp, "overwrites", lambda module: None)
-        return _train(rank, recipes, ranks)
-
-
-@pytest.mark.slow
-def test_results_that_autotp_sums_in_place_are_not_kept():
-    """It is why its rows are computed again: kept, they would be summed twice. With the marks, no bit changes."""
-    ranks, family, fields = EXPERTS["experts of tensor ranks"]
-    recipe = moe_recipe(family, **fields)
-    plain, again = run_ranks(ranks, _unmarked, [recipe, recipe.with_(**AGAIN["selective"])], ranks)[0]
-    assert plain.losses[0] == again.losses[0]
-    assert again.grad_norms[0] != plain.grad_norms[0]
 
 
 @needs_liger

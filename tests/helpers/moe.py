@@ -52,7 +52,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 GPT_OSS = {
     "architecture": "gpt_oss",
     "attention": "eager",
-    "config": _COMMON | _BALANCED | {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "config": _COMMON
+    | _BALANCED
+    | {"num_hidden_layers": 2, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
 }
 """A model whose experts have transposed matrices, biases, and gates beside each input."""
 
@@ -68,5 +70,5 @@ INDEXED = {
 
 def moe_recipe(architecture: str = "mixtral", **fields: Any) -> Recipe:
     """Returns a recipe with `expert` ranks in a group, whose clipping is active at every step of SGD."""
-    model = {"architecture": architecture, "config": CONFIGS[architecture]}
+    model = GPT_OSS if architecture == "gpt_oss" else {"architecture": architecture, "config": CONFIGS[architecture]}
     return tiny_recipe(**{"model": model, "parallel.expert": 2, **fields})

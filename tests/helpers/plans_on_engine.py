@@ -21,7 +21,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from llmtrain.data import StepBatch
 from llmtrain.engines import build_engine
-from llmtrain.engines.deepspeed.autotp_split import split_of
 from llmtrain.engines.deepspeed.sequence import SequenceAxis
 from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tensor.collectives import shard_of
@@ -175,7 +174,7 @@ def _did(engine: Any, plan: Plan, passes: float) -> Did:
     return {
         "devices": dist.get_world_size() * len(getattr(getattr(engine, "distribution", None), "devices", [CPU])),
         "stages": engine.module.num_stages if getattr(engine, "pipeline", None) else 1,
-        "tensor slices": any(split_of(one) or shard_of(one) for one in model.parameters()),
+        "tensor slices": any(shard_of(one) for one in model.parameters()),
         "sequence slices": ulysses.size if ulysses else 1,
         "spread experts": any(not getattr(one, "allreduce", True) for one in model.parameters()),
         "ZeRO stage": inner.zero_optimization_stage() if is_deepspeed else sharded,

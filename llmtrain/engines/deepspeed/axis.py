@@ -1,8 +1,7 @@
 """The interface between an axis of parallelism and the DeepSpeed engine.
 
 There is a single engine (`engine.py`). Each axis is a part of it and has one file: `tensor`, `expert`, `sequence` and
-`pipeline`, which includes the slices of its stages. `autotp` replaces `tensor` if experts are distributed. Without any
-axis, the engine still has data parallelism and ZeRO.
+`pipeline`, which includes the slices of its stages. Without any axis, the engine still has data parallelism and ZeRO.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.state.shards import WeightSlice
+from llmtrain.models.sharding import Sharding
 from llmtrain.plan import Plan
 
 
@@ -46,9 +46,12 @@ class EngineAxis:
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Makes process groups. Raises RecipeError for a model that cannot be divided, before the model is built."""
 
-    def build(self, ds_config: dict[str, Any]) -> nn.Module | None:
-        """Returns the module that DeepSpeed trains; None if it is the whole model, built as without this axis."""
+    def sharding(self) -> Sharding | None:
+        """Returns how this axis shards the parameters while the model is built; None if every rank holds all of it."""
         return None
+
+    def place(self, module: nn.Module) -> None:
+        """Tells DeepSpeed what it has to know of the parameters of a module; called again when adapters are added."""
 
     def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the parameter groups for DeepSpeed's optimizer."""
@@ -71,8 +74,7 @@ class EngineAxis:
         """Runs before the backward pass of each micro-batch."""
 
     # These methods describe which rank holds what. At most one axis of an engine overrides each of `mpu`,
-    # `data_parallel_group`, `sequence_parallel_group`, `tensor_parallel_group` and `named_weights` (`overriding`), as
-    # with `build`. Each weight is divided by at most one axis.
+    # `named_weights` and the groups (`overriding`). Each weight is divided by at most one axis.
 
     @property
     def mpu(self) -> Any:
@@ -94,11 +96,16 @@ class EngineAxis:
         """The ranks that divide the weights of layers, and hold replicas of undivided ones; None: this rank only."""
         return None
 
+    @property
+    def expert_replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same experts; None if this axis does not distribute experts."""
+        return None
+
     def weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
         """Returns this rank's shard of a parameter or buffer of the model; None if this axis does not divide it."""
         return None
 
-    def full_tensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    def full_tensor(self, parameter: Tensor, shard: Tensor) -> Tensor:
         """Returns the whole weight, gathered from the shards of the ranks; `shard` is this rank's."""
         return shard
 

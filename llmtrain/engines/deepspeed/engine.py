@@ -9,7 +9,6 @@ from typing import Any
 
 import deepspeed
 import torch
-from deepspeed.moe.utils import configure_moe_param_groups
 from deepspeed.runtime.engine import DeepSpeedEngine as _Engine
 from deepspeed.utils import set_z3_leaf_module
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard, overriding
-from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather_partitioned
+from llmtrain.engines.deepspeed.partitioned import build_partitioned, gather_partitioned, partition_with
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis
 from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.engine import Accumulated, ChangeGradients, OwnPasses, Passes, StepResult
@@ -62,7 +61,7 @@ from llmtrain.engines.state.save_load import (
 )
 from llmtrain.engines.state.shards import CheckpointShard, ReplicaIndex, ShardLocation, WeightSlice
 from llmtrain.errors import CheckpointError, Problem, RecipeError
-from llmtrain.models import OwnMetrics, build_model, model_configuration
+from llmtrain.models import OwnMetrics, build_model, build_sharded, model_configuration
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
@@ -80,14 +79,13 @@ from llmtrain.overrides.deepspeed import (
     synchronize_on_device,
     update_model_weights,
 )
-from llmtrain.overrides.peft import adapters_without_weight
 from llmtrain.overrides.torch import squared_norm
 from llmtrain.plan import Plan
 from llmtrain.plan.axes import DATA
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 """Attributes of DeepSpeed's engine."""
-GROUPS = ("data_parallel_group", "sequence_parallel_group", "tensor_parallel_group")
+GROUPS = ("data_parallel_group", "sequence_parallel_group", "tensor_parallel_group", "expert_replica_group")
 """Process groups that an axis may determine, by the names of its properties."""
 
 Initialise = Callable[..., _Engine]
@@ -107,8 +105,6 @@ def initialise(
     """
 
     def optimizer(groups: list[dict[str, Any]]) -> Optimizer:
-        # With an optimizer in `ds_config`, DeepSpeed itself puts the experts that it has distributed into groups.
-        groups = configure_moe_param_groups(groups) if plan.parallel.expert > 1 else groups
         return torch_optimizer(groups, plan.recipe.optim, code_dir=plan.recipe.code_dir, tried=plan.optimizer)
 
     engine: _Engine = deepspeed.initialize(
@@ -154,13 +150,13 @@ class DeepSpeedEngine(HasState):
             axis.prepare(ds_config)
 
         self.module = self._build(ds_config)
+        self._place(self.module)
         self.model: Any = self._pipeline.model if self._pipeline else self.module
         self._use_kernels_and_recomputation()
 
         if mpu_axis := self._axis_with["mpu"]:
             initialise = partial(initialise, mpu=mpu_axis.mpu)
-        with adapters_without_weight() if recipe.model.adapter else nullcontext():
-            self.engine = initialise(self.module, self._parameter_groups(), plan, ds_config, device)
+        self.engine = initialise(self.module, self._parameter_groups(), plan, ds_config, device)
         reduce_among_several(self.engine)
         synchronize_on_device(self.engine.optimizer)
         self._norm_with_loss = NormWithLoss.of(self.engine.optimizer, plan.parallel)
@@ -196,14 +192,31 @@ class DeepSpeedEngine(HasState):
 
     def _build(self, ds_config: dict[str, Any]) -> Any:
         """Returns the module that DeepSpeed trains, with its weights: the model, or a pipeline of stages."""
-        builder = overriding(self.axes, "build")
-        if builder and (built := builder.build(ds_config)) is not None:
-            return built
-        recipe = self.plan.recipe
-        dtype = weight_dtype(recipe.parallel.precision)
-        if self.plan.parallel.zero_stage == 3:
-            return build_partitioned(recipe, dtype, ds_config, self.device, self._group("data_parallel_group"))
-        return build_model(recipe, dtype, self.device)
+        shardings = [sharding for axis in self.axes if (sharding := axis.sharding()) is not None]
+        if self._pipeline:
+            return self._pipeline.build(shardings)
+        recipe, replicas = self.plan.recipe, self._group("data_parallel_group")
+        dtype, partitions = weight_dtype(recipe.parallel.precision), self.plan.parallel.zero_stage == 3
+        if not shardings:
+            if partitions:
+                return build_partitioned(recipe, dtype, ds_config, self.device)
+            return build_model(recipe, dtype, self.device)
+        if not partitions:
+            return build_sharded(recipe, dtype, self.device, shardings)
+        mpu_axis = self._axis_with["mpu"]
+        partition = partition_with(ds_config, replicas, mpu_axis.mpu if mpu_axis else None)
+
+        def place(part: nn.Module) -> None:
+            self._place(part)
+            partition(part)
+
+        groups = [replicas, *([experts] if (experts := self._group("expert_replica_group")) else [])]
+        is_reader = any(dist.get_rank(group) == 0 for group in groups)
+        return build_sharded(recipe, dtype, self.device, shardings, place, gather_partitioned, is_reader)
+
+    def _place(self, module: nn.Module) -> None:
+        for axis in self.axes:
+            axis.place(module)
 
     def models(self) -> list[tuple[PreTrainedModel, bool]]:
         """Returns the model, or that of each stage of this rank, and whether the loss is computed from its output."""
@@ -546,5 +559,5 @@ class DeepSpeedEngine(HasState):
         with deepspeed.zero.GatheredParameters([parameter]) if partitioned else nullcontext():
             weight = parameter.detach().clone()
         for axis in self.axes:
-            weight = axis.full_tensor(parameter, weight) if isinstance(parameter, nn.Parameter) else weight
+            weight = axis.full_tensor(parameter, weight)
         return weight

@@ -1,137 +1,124 @@
-"""Expert parallelism by DeepSpeed's AutoEP: a model's experts are distributed over groups of ranks, at any ZeRO stage.
+"""Expert parallelism: the experts of each layer are distributed over groups of ranks, at any ZeRO stage.
 
-Each rank reads its own samples. A token is sent to the rank that holds its expert and back; none is dropped
-(`deepspeed/module_inject/auto_ep_layer.py`). With tensor parallelism, the ranks of a replica share the heads. In a
-block of experts, each of them sends its part of the replica's tokens to the experts, which are distributed over
-adjacent ranks of any replica, and gathers the results. DeepSpeed calls this folding
-(`deepspeed/moe/ep_tp_dispatch.py`).
-
-`transformers` keeps the experts of a layer in two tensors, with gate and up projections joined:
-`gate_up_proj` [experts, 2·inner, width] and `down_proj` [experts, width, inner]. DeepSpeed has three:
-`w1` (gate) and `w3` (up) [experts, inner, width], and `w2` (down) (`deepspeed/moe/ep_repack.py`).
+Each rank reads its own samples, and tokens are sent to the ranks that hold their experts and back
+(`llmtrain.models.experts`). Adjacent ranks of a stage share the experts, whichever replica and tensor group they belong
+to. DeepSpeed is told which parameters are experts, and which ranks hold the same ones: it reduces their gradients, and
+shards their states, over these ranks only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.moe.layer import MoE
 from torch import Tensor, nn
 from torch import distributed as dist
 
 from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard
+from llmtrain.engines.deepspeed.tensor import slice_of_rank
 from llmtrain.engines.state.save_load import shape_of
-from llmtrain.engines.state.shards import Chunk, WeightSlice
-from llmtrain.overrides.deepspeed import (
-    clear_folding_marks,
-    count_all_experts,
-    expert_blocks,
-    expert_group,
-    group_with_experts,
-)
-
-GATE, DOWN, UP = "experts.w1", "experts.w2", "experts.w3"
+from llmtrain.models import build, model_configuration
+from llmtrain.models.expert_parallel import ExpertParallel, expert_modules, expert_parameters, is_expert
+from llmtrain.models.experts import ExpertGroups
+from llmtrain.models.hub_names import empty_model
+from llmtrain.models.tensor.collectives import ROW_SHARD, TorchTensorGroup
+from llmtrain.overrides.deepspeed import partition_over, register_expert_groups
 
 
-def slice_of_experts(name: str, local: Sequence[int], rank: int, ranks: int) -> WeightSlice:
-    """Returns the slice of the Hugging Face block's tensor that a tensor of this rank's experts is.
+class DeepSpeedExperts(MoE):  # type: ignore[misc]
+    """What a module of distributed experts inherits, so that DeepSpeed's ZeRO 0 to 2 look for experts."""
 
-    local: the shape on this rank, [experts, rows, columns]; each of `ranks` holds the same number of experts.
-    """
-    experts, rows, columns = local
-    first = (rank * experts, rows if name.endswith(UP) else 0, 0)
-    height = rows if name.endswith(DOWN) else 2 * rows
-    return WeightSlice((ranks * experts, height, columns), (Chunk(first, (experts, rows, columns)),))
-
-
-def _hugging_face_part(part: str, preset: Any) -> str:
-    """Returns the name of a DeepSpeed weight within the Hugging Face block; GATE and UP share the joined weight's.
-
-    preset: the family's, as `expert_blocks` returns it.
-    """
-    prefixes = {
-        GATE: f"{preset.experts_pattern}.{preset.expert_w1}",
-        UP: f"{preset.experts_pattern}.{preset.expert_w1}",
-        DOWN: f"{preset.experts_pattern}.{preset.expert_w2}",
-        "router.gate.": f"{preset.router_pattern}.",
-        "router.": f"{preset.router_pattern}.",
-        "shared_experts_gate.": f"{preset.shared_experts_gate_pattern}.",
-        "shared_experts.": f"{preset.shared_experts_pattern}.",
-    }
-    prefix, hugging_face_prefix = next(item for item in prefixes.items() if part.startswith(item[0]))
-    return hugging_face_prefix + part.removeprefix(prefix)
+    def set_deepspeed_parallelism(self, use_data_before_expert_parallel_: bool = False) -> None:
+        """Makes no groups: `ExpertAxis` has made them."""
 
 
 class ExpertAxis(EngineAxis):
     """Experts divided among ranks that have tokens of their own."""
 
+    def prepare(self, ds_config: dict[str, Any]) -> None:
+        """Makes the groups. Raises FamilyError for a family that computes something else with distributed experts."""
+        recipe, parallel = self.plan.recipe, self.plan.parallel
+        config = model_configuration(recipe)
+        if parallel.tensor == 1 and not self.plan.stages:  # otherwise those axes check it with their own split
+            build.find_split(config, recipe, 1)
+        self._group, self._replicas = _groups(parallel.expert, dist.get_world_size() // parallel.pipeline)
+        self._name = register_expert_groups(parallel.expert, self._group, self._replicas)
+        self._tensor = _adjacent(parallel.tensor)
+        self._parameters = expert_parameters(empty_model(config, torch.float32, recipe.model.trust_remote_code))
+
+    def sharding(self) -> ExpertParallel:
+        """Returns this rank's experts."""
+        groups = ExpertGroups(TorchTensorGroup(self._group), TorchTensorGroup(self._tensor))
+        return ExpertParallel(self._parameters, groups)
+
+    def place(self, module: nn.Module) -> None:
+        """Tells DeepSpeed which parameters are experts, and which ranks hold the same ones."""
+        for experts in expert_modules(module).values():
+            own: list[Any] = [parameter for parameter in experts.parameters(recurse=False) if is_expert(parameter)]
+            for parameter in own:
+                parameter.allreduce, parameter.group_name = False, self._name
+                parameter.model_parallel = True  # each rank's experts count in the norm, as in `TensorParallel.install`
+                partition_over(parameter, self._replicas, self._name)
+            kind = type(experts)
+            looks = self.plan.parallel.zero_stage < 3 and any(parameter.requires_grad for parameter in own)
+            if looks and not issubclass(kind, DeepSpeedExperts):
+                experts.__class__ = type(kind.__name__, (kind, DeepSpeedExperts), {})
+
     def parameter_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Names each group, because DeepSpeed requires a name to move the experts of a group into one of their own."""
-        return [{"name": f"decay {group['weight_decay']}", **group} for group in groups]
+        """Moves experts to groups of their own, which DeepSpeed knows by the name of their ranks.
 
-    def attach(self, engine: DeepSpeedEngine) -> None:
-        """Reads what DeepSpeed has made by now: the groups of experts, and the path and preset of each block."""
-        self._engine = engine
-        self._group = expert_group(self.plan.parallel.expert)
-        self._blocks = expert_blocks(engine.module)
-        if self.plan.parallel.autotp_ranks > 1:
-            count_all_experts(engine.optimizer, self.device)
+        DeepSpeed would cut large groups, so that the stages of a pipeline might have different numbers of them.
+        """
+        dense = [group | {"params": [one for one in group["params"] if not is_expert(one)]} for group in groups]
+        experts = [
+            group | {"params": [one for one in group["params"] if is_expert(one)], "moe": True, "name": self._name}
+            for group in groups
+        ]
+        return [group for group in dense + experts if group["params"]]
 
-    def before_backward(self) -> None:
-        """Clears the marks that folding left on gradients in the previous micro-batch."""
-        if self.plan.parallel.autotp_ranks > 1:
-            clear_folding_marks(self._engine.optimizer, self._engine.module.parameters())
+    @property
+    def expert_replica_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same experts."""
+        return self._replicas
 
     def weight_shard(self, name: str, tensor: Tensor) -> WeightShard | None:
-        """Returns this rank's experts.
-
-        For experts, the ranks of a tensor parallel group are ordinary ranks, and hold no replicas.
-        """
+        """Returns this rank's experts."""
         if not is_expert(tensor):
             return None
-        weight_slice = slice_of_experts(name, shape_of(tensor), dist.get_rank(self._group), self.plan.parallel.expert)
-        return WeightShard(weight_slice, self._group, group_with_experts(tensor))
+        rank, ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
+        return WeightShard(slice_of_rank(ROW_SHARD, shape_of(tensor), rank, ranks), self._group, self._replicas)
 
-    def full_tensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    def full_tensor(self, parameter: Tensor, shard: Tensor) -> Tensor:
         """Gathers the experts of all ranks; returns other weights unchanged."""
-        if not is_expert(parameter):
-            return shard
-        shards = [torch.empty_like(shard) for _ in range(self.plan.parallel.expert)]
-        dist.all_gather(shards, shard, group=self._group)
-        return torch.cat(shards)
-
-    def hugging_face_name(self, name: str) -> str:
-        """Returns the name before DeepSpeed replaced the blocks of experts; gate and up projections share a name."""
-        path = self._block_of(name)
-        if path is None:
-            return name
-        part = name.removeprefix(f"{path}.")
-        return f"{path}.{_hugging_face_part(part, self._blocks[path])}"
-
-    def named_weights(self, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yields the weights with gate and up projections joined and without aliases."""
-        parameters = dict(self._engine.module.named_parameters())
-        for name, parameter in parameters.items():
-            path = self._block_of(name)
-            if path is None:
-                yield name, whole(parameter)
-                continue
-            part, preset = name.removeprefix(f"{path}."), self._blocks[path]
-            # DeepSpeed also registers the router under the replaced router's name, one level too deep.
-            if part == UP or part.startswith(f"{preset.router_pattern}."):
-                continue
-            weight = whole(parameter)
-            if part == GATE:
-                weight = torch.cat([weight, whole(parameters[f"{path}.{UP}"])], dim=1)
-            yield f"{path}.{_hugging_face_part(part, preset)}", weight
-
-    def _block_of(self, name: str) -> str | None:
-        """Returns the path of the block of experts that a weight belongs to."""
-        return next((path for path in self._blocks if name.startswith(f"{path}.")), None)
+        return ROW_SHARD.whole(TorchTensorGroup(self._group).all_gather(shard)) if is_expert(parameter) else shard
 
 
-def is_expert(parameter: Tensor) -> bool:
-    """Returns whether DeepSpeed has distributed a parameter, which it marks as one that not all ranks reduce."""
-    return not getattr(parameter, "allreduce", True)
+@cache
+def _groups(degree: int, ranks: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Returns the ranks that share the experts of this rank's stage, and those that hold the same ones.
+
+    ranks: of a stage. Made once per process.
+    """
+    found: list[Any] = [None, None]
+    for first in range(0, dist.get_world_size(), ranks):
+        sharing = [range(start, start + degree) for start in range(first, first + ranks, degree)]
+        equal = [range(start, first + ranks, degree) for start in range(first, first + degree)]
+        for index, members in ((0, sharing), (1, equal)):
+            for member in members:
+                group = dist.new_group(list(member))
+                if dist.get_rank() in member:
+                    found[index] = group
+    return found[0], found[1]
+
+
+@cache
+def _adjacent(size: int) -> dist.ProcessGroup:
+    """Returns the group of `size` adjacent ranks that contains this rank; made once per process."""
+    found: Any = None
+    for first in range(0, dist.get_world_size(), size):
+        group = dist.new_group(list(range(first, first + size)))
+        if first <= dist.get_rank() < first + size:
+            found = group
+    return found  # type: ignore[no-any-return]

@@ -19,19 +19,17 @@ from llmtrain.recipe import Recipe
 
 
 def build_partitioned(
-    recipe: Recipe,
-    dtype: torch.dtype,
-    ds_config: dict[str, Any],
-    device: torch.device,
-    replicas: dist.ProcessGroup | None = None,
+    recipe: Recipe, dtype: torch.dtype, ds_config: dict[str, Any], device: torch.device
 ) -> PreTrainedModel:
-    """Returns the model, which ZeRO-3 partitions over `replicas`, or over all ranks, while it is made."""
-    partitioned = partial(_partition, ds_config, replicas)
-    is_reader = dist.get_rank(replicas) == 0
+    """Returns the model, which ZeRO-3 partitions over all ranks while it is made."""
+    partitioned = partial(_partition, ds_config, None)
+    is_reader = dist.get_rank() == 0
     return build_model(recipe, dtype, device, partitioned=partitioned, gather=gather_partitioned, is_reader=is_reader)
 
 
-def partition_with(ds_config: dict[str, Any], replicas: dist.ProcessGroup, grid: Any) -> Callable[[nn.Module], None]:
+def partition_with(
+    ds_config: dict[str, Any], replicas: dist.ProcessGroup | None, grid: Any
+) -> Callable[[nn.Module], None]:
     """Returns a function that partitions the parameters of a module over `replicas`. grid: describes all groups."""
 
     def partition(module: nn.Module) -> None:

@@ -2,14 +2,13 @@
 
 DeepSpeed's pipeline engine has the groups, the optimizer and the update; `passes.py` runs the schedule, because
 DeepSpeed's own knows one stage per rank only. Tensor parallel ranks may share each stage, through llmtrain's own slices
-(`llmtrain.models.tensor`) on DeepSpeed's three-dimensional topology, because DeepSpeed's AutoTP cannot be combined with
-its pipelines. To DeepSpeed, ranks that share sequences (`llmtrain.engines.deepspeed.sequence`) are data parallel ranks,
-as without a pipeline.
+(`llmtrain.models.tensor`) on DeepSpeed's three-dimensional topology. To DeepSpeed, ranks that share sequences
+(`llmtrain.engines.deepspeed.sequence`) are data parallel ranks, as without a pipeline.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +41,7 @@ from llmtrain.models import (
 from llmtrain.models.build import StageBuilder
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
+from llmtrain.models.sharding import Sharding
 from llmtrain.models.stages import Stage
 from llmtrain.models.tensor.collectives import TorchTensorGroup
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, reduce_pipeline, step_pipeline
@@ -70,14 +70,17 @@ class StagePipeline(PipelineTiedByName):
     its own part.
     """
 
-    def __init__(self, build: StageBuilder, plan: Plan, names: Callable[[], list[list[str]]]) -> None:
-        """names: returns the names of each stage's weights; used if there are no other ranks to ask."""
+    def __init__(
+        self, build: StageBuilder, plan: Plan, shardings: Sequence[Sharding], names: Callable[[], list[list[str]]]
+    ) -> None:
+        """shardings: of the other axes. names: returns the names of each stage's weights; used if there are no other
+        ranks to ask."""
         schedule = PipelineSchedule.of(plan.parallel)
 
         def make(rank: int) -> RankStages:
             # The groups exist by now, because DeepSpeed makes them before it builds layers.
             slices = TorchTensorGroup(self.mpu().get_slice_parallel_group())
-            return RankStages([build(stage, slices) for stage in schedule.stages_of(rank)])
+            return RankStages([build(stage, slices, shardings) for stage in schedule.stages_of(rank)])
 
         def names_of_ranks() -> list[list[str]]:
             of_stages = names()
@@ -105,10 +108,10 @@ class PipelineAxis(SlicedAxis):
             recipe, parallel.stages, dtype, self.device, parallel.tensor, self.plan.megatron_sp_ranks > 1
         )
 
-    def build(self, ds_config: dict[str, Any]) -> StagePipeline:
-        """Returns the pipeline with this rank's stages, or with its slices of them."""
+    def build(self, shardings: Sequence[Sharding]) -> StagePipeline:
+        """Returns the pipeline with this rank's stages, or with its slices of them. shardings: of the other axes."""
         names = partial(stage_names, self.plan.recipe, self.plan.parallel.stages)
-        self._pipeline = StagePipeline(self._build_stage, self.plan, names)
+        self._pipeline = StagePipeline(self._build_stage, self.plan, shardings, names)
         self._grid = self._pipeline.mpu()
         return self._pipeline
 

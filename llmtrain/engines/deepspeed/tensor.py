@@ -10,19 +10,16 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, PipeModelDataParallelTopology
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributed as dist
-from transformers import PreTrainedModel
 
 from llmtrain.engines.deepspeed.axis import EngineAxis, WeightShard
-from llmtrain.engines.deepspeed.partitioned import gather_partitioned, partition_with
 from llmtrain.engines.state.save_load import shape_of
 from llmtrain.engines.state.shards import WeightSlice
-from llmtrain.models import build_tensor_parallel, model_configuration
-from llmtrain.models.precision import weight_dtype
+from llmtrain.models import model_configuration
+from llmtrain.models.build import find_split
 from llmtrain.models.tensor.collectives import Shard, TorchTensorGroup, shard_of
 from llmtrain.models.tensor.split import TensorParallel
-from llmtrain.models.tiny.tensor_check import check_tensor_split
 
 
 class SlicedAxis(EngineAxis):
@@ -51,7 +48,7 @@ class SlicedAxis(EngineAxis):
         weight_slice = slice_of_rank(split, shape_of(tensor), dist.get_rank(group), dist.get_world_size(group))
         return WeightShard(weight_slice, group, self.data_parallel_group)
 
-    def full_tensor(self, parameter: nn.Parameter, shard: Tensor) -> Tensor:
+    def full_tensor(self, parameter: Tensor, shard: Tensor) -> Tensor:
         """Gathers the slices of a weight."""
         split = shard_of(parameter)
         return shard if split is None else split.whole(TorchTensorGroup(self.tensor_parallel_group).all_gather(shard))
@@ -71,21 +68,13 @@ class TensorAxis(SlicedAxis):
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Makes the groups. Raises FamilyError for a family that computes something else if it is split."""
         recipe, degree = self.plan.recipe, self.plan.parallel.tensor
-        config, sequence_parallel = model_configuration(recipe), self.plan.megatron_sp_ranks > 1
-        self._split = check_tensor_split(config, degree, recipe.model.attention_kernel, sequence_parallel)
+        self._split = find_split(model_configuration(recipe), recipe, degree, self.plan.megatron_sp_ranks > 1)
         topology = PipeModelDataParallelTopology(num_pp=1, num_mp=degree, num_dp=self.plan.gradient_ranks)
         self._grid = PipelineParallelGrid(topology)
 
-    def build(self, ds_config: dict[str, Any]) -> PreTrainedModel:
-        """Returns the model with this rank's slices. Those of a layer are allocated, then partitioned at ZeRO-3."""
-        recipe = self.plan.recipe
-        slices = TensorParallel(self._split, TorchTensorGroup(self.tensor_parallel_group))
-        dtype = weight_dtype(recipe.parallel.precision)
-        if self.plan.parallel.zero_stage < 3:
-            return build_tensor_parallel(recipe, dtype, self.device, slices)
-        partition = partition_with(ds_config, self.data_parallel_group, self.mpu)
-        is_reader = dist.get_rank(self.data_parallel_group) == 0
-        return build_tensor_parallel(recipe, dtype, self.device, slices, partition, gather_partitioned, is_reader)
+    def sharding(self) -> TensorParallel:
+        """Returns this rank's slices."""
+        return TensorParallel(self._split, TorchTensorGroup(self.tensor_parallel_group))
 
     @property
     def mpu(self) -> PipelineParallelGrid:

@@ -43,9 +43,6 @@ PRODUCTS = frozenset(
 ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn", "llmtrain::varlen")
 """Prefixes of the names of attention kernels. flash-attn registers its operations under `flash_attn` and similar."""
 
-_overwritten = False
-"""Whether the running module will overwrite the results of its matrix products, which must then not be saved."""
-
 
 def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
     """Sets what each layer of a model, or of a stage of it, recomputes.
@@ -143,23 +140,8 @@ def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any
 
 def _policy(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     name = operation.name().partition(".")[0]
-    is_kept = not _overwritten and (name in PRODUCTS or name.startswith(ATTENTION))
+    is_kept = name in PRODUCTS or name.startswith(ATTENTION)
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def overwrites(module: nn.Module) -> None:
-    """Marks a module that overwrites the results of its matrix products, so that these are recomputed and not saved."""
-    inner: Callable[..., Any] = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        global _overwritten
-        _overwritten = True
-        try:
-            return inner(*args, **kwargs)
-        finally:
-            _overwritten = False
-
-    module.forward = forward
 
 
 class OffloadedInputs:

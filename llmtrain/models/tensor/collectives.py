@@ -19,7 +19,7 @@ Forward = Callable[..., Any]
 
 
 class TensorGroup(Protocol):
-    """The collectives of a tensor parallel group, as one of its ranks calls them."""
+    """The collectives of a group of tensor or expert parallel ranks, as one of its ranks calls them."""
 
     rank: int
     size: int
@@ -32,6 +32,9 @@ class TensorGroup(Protocol):
 
     def all_gather(self, value: Tensor) -> list[Tensor]:
         """Returns the values of all ranks, in the order of the ranks."""
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Sends the first `sent[0]` rows to rank 0, and so on; returns the `received` rows in the order of ranks."""
 
 
 class TorchTensorGroup:
@@ -61,6 +64,12 @@ class TorchTensorGroup:
         dist.all_gather(parts, value, group=self._group)
         return parts
 
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Exchanges rows of equal width."""
+        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self._group)
+        return arrived
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -85,6 +94,8 @@ class Shard:
 
 HIDDEN_SHARD, SEQUENCE_SHARD = Shard(-1), Shard(1)
 """Shards of an activation [batch, sequence, hidden]."""
+ROW_SHARD = Shard(0)
+"""Shards of the experts of a layer, or of an activation [tokens, hidden]."""
 
 
 def shard_of(tensor: Tensor) -> Shard | None:
@@ -166,6 +177,45 @@ def scatter_to_sequence_parallel(value: Tensor, group: TensorGroup) -> Tensor:
 def reduce_scatter_to_sequence_parallel(value: Tensor, group: TensorGroup) -> Tensor:
     """Reduce-scatters a partial activation along `sequence`. Backward: all-gathers the gradient."""
     return _apply(value, _reduce_scatter(group), _all_gather(SEQUENCE_SHARD, group))
+
+
+def exchange_rows(value: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
+    """Sends rows to ranks, and returns those received (`TensorGroup.all_to_all`). Backward: sends gradients back."""
+    return _apply(
+        value,
+        lambda rows: group.all_to_all(rows, sent, received),
+        lambda gradient: group.all_to_all(gradient, received, sent),
+    )
+
+
+def own_rows(value: Tensor, group: TensorGroup) -> Tensor:
+    """Returns this rank's part of the rows, after zeros have been appended until they are divisible."""
+    lacking = -len(value) % group.size
+    if lacking:
+        value = torch.cat([value, value.new_zeros(lacking, *value.shape[1:])])
+    return ROW_SHARD.part(value, group.rank, group.size)
+
+
+def scatter_rows(value: Tensor, group: TensorGroup) -> Tensor:
+    """Returns `own_rows` of a whole activation. Backward: all-gathers the gradient."""
+    if group.size == 1:
+        return value
+    rows = len(value)
+    return _apply(value, lambda whole: own_rows(whole, group), lambda part: _all_rows(part, rows, group))
+
+
+def gather_rows(part: Tensor, rows: int, group: TensorGroup) -> Tensor:
+    """Returns the whole activation of which each rank has its `own_rows`. Backward: keeps those of the gradient.
+
+    rows: of the whole activation.
+    """
+    if group.size == 1:
+        return part
+    return _apply(part, lambda own: _all_rows(own, rows, group), lambda gradient: own_rows(gradient, group))
+
+
+def _all_rows(part: Tensor, rows: int, group: TensorGroup) -> Tensor:
+    return ROW_SHARD.whole(group.all_gather(part))[:rows]
 
 
 def divide_gradient(value: Tensor, group: TensorGroup) -> Tensor:

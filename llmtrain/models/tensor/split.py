@@ -28,6 +28,8 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
+from llmtrain.models.adapter import ADAPTER, adapters
+from llmtrain.models.experts import is_transposed, updates
 from llmtrain.models.tensor.collectives import (
     Forward,
     Shard,
@@ -80,9 +82,12 @@ class TensorParallel:
 
     def shard(self, name: str, parameter: nn.Parameter) -> None:
         """Replaces a parameter, which may be a meta tensor, by this rank's shard. name: its name in the whole model."""
+        parameter.data = self.part(name, parameter.data)
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Returns this rank's shard of a whole weight."""
         shard = self.split.shards.get(name)
-        if shard is not None:
-            parameter.data = shard.part(parameter.data, self.group.rank, self.group.size)
+        return whole if shard is None else shard.part(whole, self.group.rank, self.group.size)
 
     def install(self, model: PreTrainedModel, names: Mapping[str, str]) -> None:
         """Registers the collectives that make a sharded model, or stage of one, give the results of the whole model.
@@ -106,7 +111,19 @@ class TensorParallel:
         if self._sequence_parallel is not None:
             self._sequence_parallel.install(model)
 
-    def split_adapter(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
+    def split_adapters(self, model: PreTrainedModel) -> None:
+        """Shards the adapters of a model, or of a part of it, like what they are added to."""
+        for name, module in adapters(model):
+            inner, outer = module.lora_A[ADAPTER], module.lora_B[ADAPTER]
+            self._split_adapter(name, module.get_base_layer(), inner, outer, model.config)
+        for path, module in model.named_modules():
+            for name, update in updates(module):
+                base, transposed = getattr(module, name), is_transposed(module, update.a.ndim)
+                self._split_update(f"{path}.{name}", base, update.a, update.b, transposed, model.config)
+
+    def _split_adapter(
+        self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig
+    ) -> None:
         """Shards an adapter's matrices, `outer` (B) · `inner` (A), like the linear layer that it is added to.
 
         If the outputs of the layer are sharded, so are those of B, and A is whole. If the inputs of the layer are
@@ -129,7 +146,7 @@ class TensorParallel:
         split_layer.weight.tensor_shard, split_layer.weight.model_parallel = shard, True
         STYLES[style].install(split_layer, block, config)
 
-    def split_update(
+    def _split_update(
         self, name: str, base: Tensor, a: Tensor, b: Tensor, transposed: bool, config: PreTrainedConfig
     ) -> None:
         """Shards a low-rank update of a parameter like this parameter.

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation, logi
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, build_tiny_model, packed_input
 
-_RANKS = 2
+RANKS = 2
 """Ranks of the tiny copy. Whether sums over ranks are correct does not depend on their number."""
 VOCABULARY = 100
 """A multiple of the number of ranks, so that the head is split."""
@@ -37,6 +38,11 @@ class ThreadTensorGroup:
         self.size = len(places)
         self._places = places
         self._barrier = barrier
+
+    @classmethod
+    def alone(cls) -> Self:
+        """Returns a group of one thread."""
+        return cls(0, [None], threading.Barrier(1))
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Returns the sum in the order of the ranks."""
@@ -53,6 +59,12 @@ class ThreadTensorGroup:
         values = [place for place in self._places if place is not None]
         self._barrier.wait()  # no thread stores its next value before all have read these
         return values
+
+    def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Reads this thread's part of the rows of all threads."""
+        lengths = [counts.tolist() for counts in self.all_gather(torch.tensor(sent))]
+        parts = [torch.split(whole, own) for whole, own in zip(self.all_gather(rows), lengths, strict=True)]
+        return torch.cat([part[self.rank] for part in parts])
 
 
 def check_tensor_split(
@@ -92,10 +104,10 @@ def compare_tensor_split(
     """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ."""
     try:
         whole = build_tiny_model(config, attention)
-        expected = _outcome(whole)
+        expected = outcome_of(whole)
     except MODEL_ERRORS as error:
         raise no_split(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
-    split = replace(plan_split(whole, _RANKS), sequence_parallel=sequence_parallel)
+    split = replace(plan_split(whole, RANKS), sequence_parallel=sequence_parallel)
     try:
         outcomes = _run_split(whole, split)
     except MODEL_ERRORS as error:
@@ -103,7 +115,7 @@ def compare_tensor_split(
         raise no_split(config, f"its forward pass fails when split ({type(error).__name__}: {error})") from error
     for rank, outcome in enumerate(outcomes):
         shards = {
-            name: split.shards[name].part(gradient, rank, _RANKS) if name in split.shards else gradient
+            name: split.shards[name].part(gradient, rank, RANKS) if name in split.shards else gradient
             for name, gradient in expected.gradients.items()
             if gradient is not None
         }
@@ -117,25 +129,31 @@ def compare_tensor_split(
 
 
 def _run_split(whole: PreTrainedModel, split: DeclaredSplit) -> list[Outcome]:
-    places: list[Tensor | None] = [None] * _RANKS
-    barrier = threading.Barrier(_RANKS, timeout=_TIMEOUT_S)
-    models = []
-    for rank in range(_RANKS):
+    def shard(group: ThreadTensorGroup) -> PreTrainedModel:
         model = copy.deepcopy(whole)
-        tensor_parallel = TensorParallel(split, ThreadTensorGroup(rank, places, barrier))
+        tensor_parallel = TensorParallel(split, group)
         for name, parameter in model.named_parameters():
             tensor_parallel.shard(name, parameter)
         tensor_parallel.install(model, {name: name for name, _ in model.named_parameters()})
-        models.append(model)
+        return model
+
+    return run_in_threads(shard)
+
+
+def run_in_threads(build: Callable[[ThreadTensorGroup], PreTrainedModel]) -> list[Outcome]:
+    """Returns what each rank of a group computes; each is a thread, and builds its part of a model first."""
+    places: list[Tensor | None] = [None] * RANKS
+    barrier = threading.Barrier(RANKS, timeout=_TIMEOUT_S)
+    models = [build(ThreadTensorGroup(rank, places, barrier)) for rank in range(RANKS)]
 
     def run(model: PreTrainedModel) -> Outcome:
         try:
-            return _outcome(model)
+            return outcome_of(model)
         except BaseException:
             barrier.abort()
             raise
 
-    with ThreadPoolExecutor(_RANKS) as pool:
+    with ThreadPoolExecutor(RANKS) as pool:
         tasks = [pool.submit(run, model) for model in models]
     # A rank that waited for a failed one reports only a broken barrier, so other errors are raised first.
     errors = [error for task in tasks if (error := task.exception()) is not None]
@@ -144,7 +162,8 @@ def _run_split(whole: PreTrainedModel, split: DeclaredSplit) -> list[Outcome]:
     return [task.result() for task in tasks]
 
 
-def _outcome(model: PreTrainedModel) -> Outcome:
+def outcome_of(model: PreTrainedModel) -> Outcome:
+    """Returns what a tiny model computes for packed documents."""
     tokens, positions = packed_input(model.config)
     output = model(input_ids=tokens, position_ids=positions, use_cache=False)
     return logits_outcome(model, output.logits, getattr(output, "aux_loss", None), zeros=True)

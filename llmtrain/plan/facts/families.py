@@ -261,9 +261,9 @@ MIXES_DOCUMENTS = frozenset(_TRIED["mixes_documents"])
 
 The causes are recurrences, convolutions, custom masks, and indexers that choose among the tokens of all documents.
 """
-EXPERT_PRESETS: dict[str, str] = _TRIED["expert_presets"]
-"""Family → the engine's preset for it, for families whose experts the engine can distribute over ranks."""
+EXPERT_FAMILIES = frozenset(_TRIED["expert"])
+"""Families whose experts can be distributed over ranks."""
 EXPERT_TENSOR_FAMILIES = frozenset(_TRIED["expert_tensor"])
-"""Those of them whose attention is split correctly by the names of its projections beside distributed experts."""
+"""Those of them that tensor parallel ranks can split beside the experts."""
 TEXT_PARTS = frozenset(_TRIED["text_parts"])
 """Model types of several modalities of which `transformers` builds only the text model as causal LM."""

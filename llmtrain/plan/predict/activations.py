@@ -297,9 +297,6 @@ def _result(plan: Plan, weight: Weight) -> int:
         slices = 1
     if ".lora_B." in weight.name and split == "columns":
         return weight.shape[-2] // (1 if weight.is_expert else plan.megatron_sp_ranks)
-    # AutoTP sums in place over ranks, so these products are computed again (`models.recompute.checkpoints.overwrites`).
-    if split == "columns" and plan.parallel.autotp_ranks > 1:
-        return 0
     return weight.shape[-2] // (slices if split == "rows" else 1)
 
 
@@ -428,7 +425,8 @@ def _intermediate_size(plan: Plan, layer: tuple[Weight, ...]) -> int:
     if experts:
         intermediate = min((weight.shape[-1] for weight in experts if weight.name.endswith("down_proj")), default=0)
         intermediate = intermediate or min(min(weight.shape) for weight in experts)
-        return intermediate // plan.parallel.split_ranks * plan.model.experts_per_token
+        # Tensor parallel ranks split experts, or the tokens that they send to distributed experts.
+        return intermediate // tensor * plan.model.experts_per_token
     fused = next((weight for weight in layer if "c_fc" in weight.name and weight.is_matrix), None)
     if fused:
         return fused.elements // width // tensor

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Literal
 
 from llmtrain.plan.facts.classifier import HEAD
@@ -201,11 +201,6 @@ def max_over_ranks(groups: list[FlatGroup], touched: Callable[[FlatGroup, int], 
     )
 
 
-MAX_EXPERT_GROUP = 178_956_971
-"""Number of elements of experts in an optimizer group beyond which DeepSpeed starts another one
-(`moe/utils.py:split_params_into_different_moe_groups_for_optimizer`)."""
-
-
 def optimizer_groups(plan: Plan, weights: Weights, stage: int) -> list[FlatGroup]:
     """Returns the optimizer groups of a rank of a stage: matrices, vectors, and distributed experts."""
     trained = _groups(plan, weights, [weight for weight in rank_weights(plan, weights, stage) if weight.trained])
@@ -226,10 +221,6 @@ def _states(plan: Plan, in_layers: bool, is_matrix: bool) -> int:
 def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
     parallel, row = plan.parallel, plan.optimizer_row
     in_layers = updated_in_layers(plan, weights)
-    if parallel.expert > 1:
-        # AutoEP replaces routers with the experts, and puts what it replaced at a group's end (`runtime/engine.py`).
-        routers = {f"{weight.name.partition('.experts.')[0]}.gate.weight" for weight in own if weight.is_expert}
-        own.sort(key=lambda weight: weight.name in routers)
     # Keys: (is not a matrix, is not updated in the way of `layer_states`, is a distributed expert).
     distinct = {id(weight): weight for weight in own}  # equal layers share their weights
     keys = {
@@ -241,26 +232,20 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         found.setdefault(keys[id(weight)], []).append(weight)
     groups = []
     for (is_vector, outside, spread), members in sorted(found.items(), key=lambda item: item[0]):
-        sizes_of = {
-            number: _expert_sizes(weight, parallel.expert)
-            if spread
-            else (tensor_parallel_elements(plan, weights, weight),)
+        size_of = {
+            number: weight.elements // parallel.expert if spread else tensor_parallel_elements(plan, weights, weight)
             for number, weight in distinct.items()
             if keys[number] == (is_vector, outside, spread)
         }
-        sizes = [size for weight in members for size in sizes_of[id(weight)]]
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         ranks = plan.gradient_ranks * parallel.tensor // parallel.expert if spread else plan.gradient_ranks
         states = _states(plan, in_layers=not outside, is_matrix=not is_vector)
         # A rule refuses factors of distributed experts.
         factors = tuple(weight.lines for weight in members) if row.factors and not spread else ()
         codes = 0 if is_vector else len(row.codes)
-        rows = iter(
-            [held_rows(plan, weights, weight) for weight in members for _ in sizes_of[id(weight)]] if codes else ()
-        )
-        for part in _cut(sizes) if spread else [sizes]:
-            own_rows = tuple(islice(rows, len(part)))
-            groups.append(FlatGroup(tuple(part), ranks, states, not outside, factors, codes, own_rows))
+        rows = tuple(held_rows(plan, weights, weight) for weight in members) if codes else ()
+        sizes = tuple(size_of[id(weight)] for weight in members)
+        groups.append(FlatGroup(sizes, ranks, states, not outside, factors, codes, rows))
     return groups
 
 
@@ -271,25 +256,6 @@ def updated_in_layers(plan: Plan, weights: Weights) -> set[int]:
     named = [(f"0.{weight.name}", weight) for run in weights.runs for weight in run.weights]
     named += [(weight.name, weight) for weight in weights.outside]
     return {id(weight) for name, weight in named if is_matrix_of_layer(name, len(weight.shape))}
-
-
-def _expert_sizes(weight: Weight, ranks: int) -> tuple[int, ...]:
-    """Returns the sizes of one rank's part of a layer's experts.
-
-    AutoEP separates gate and up projections (`moe/ep_experts.py`).
-    """
-    own = weight.elements // ranks
-    return (own // 2, own // 2) if weight.name.endswith("gate_up_proj") else (own,)
-
-
-def _cut(sizes: list[int]) -> list[list[int]]:
-    """Joins neighbours, up to `MAX_EXPERT_GROUP` elements."""
-    parts: list[list[int]] = []
-    for size in sizes:
-        if not parts or sum(parts[-1]) + size > MAX_EXPERT_GROUP:
-            parts.append([])
-        parts[-1].append(size)
-    return parts
 
 
 def rank_weights(plan: Plan, weights: Weights, rank: int) -> Iterable[Weight]:
@@ -324,7 +290,7 @@ Split = Literal["rows", "columns", ""]
 
 def split_of(plan: Plan, module: str) -> Split:
     """Returns how the matrix of a module, or of an adapter beside it, is split. module: as in `Weight.module`."""
-    if plan.parallel.autotp_ranks == 1 and module in WHOLE_MATRICES.get(plan.model.model_type, ()):
+    if module in WHOLE_MATRICES.get(plan.model.model_type, ()):
         return ""
     return "rows" if module in SPLIT_ROWS else "columns" if module in SPLIT_COLUMNS else ""
 
@@ -342,10 +308,10 @@ def held_rows(plan: Plan, weights: Weights, weight: Weight) -> tuple[HeldRows, .
 def tensor_parallel_elements(plan: Plan, weights: Weights, weight: Weight) -> int:
     """Returns the elements of a weight that a tensor parallel rank holds (the families' `base_model_tp_plan`).
 
-    If experts are distributed over the same ranks, these ranks split attention only.
+    It holds all elements of distributed experts, of which it has fewer.
     """
-    ranks = plan.parallel.tensor if ".self_attn." in f".{weight.name}" else plan.parallel.split_ranks
-    if ranks == 1:
+    ranks = plan.parallel.tensor
+    if ranks == 1 or (weight.is_expert and plan.parallel.expert > 1):
         return weight.elements
     if weight.name == HEAD:
         return weight.elements

@@ -73,12 +73,10 @@ def state_of(plan: Plan, weights: Weights, stage: int, held: RankGroups | None =
         state = state.plus(in_step, parameters=weight_bytes(plan) * sum(group.elements for group in frozen))
     if packed := [weight for weight in rank_weights(plan, weights, stage) if weight.packed]:
         sizes = [weight.elements // weight.matrices for weight in packed]
-        in_4_bit = sum(weight.matrices * packed_bytes(size) for weight, size in zip(packed, sizes, strict=True))
+        stored = [weight.matrices // (parallel.expert if weight.is_expert else 1) for weight in packed]
+        in_4_bit = sum(number * packed_bytes(size) for number, size in zip(stored, sizes, strict=True))
         state = state.plus(in_step, parameters=in_4_bit + TABLES)
         state = state.plus(in_passes, live_parameters=WORKSPACE * max(sizes))
-    if parallel.expert > 1 and parallel.tensor == 1 and parallel.zero_stage < 3:
-        # AutoEP removes the experts of other ranks from a model that was built completely on the device.
-        return state.model_copy(update={"start": Parts(parameters=weight_bytes(plan) * weights.elements)})
     return state
 
 
@@ -153,7 +151,7 @@ def _workspace(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], i
         part = max(-(-size // group.ranks) if evenly else min(size, own(group)) for size, group in largest)
         return 8 * part if largest[0][1].factors else STRETCH_BYTES * min(part, STRETCH)
     each = BYTES_OF[COMPUTE_DTYPE[plan.recipe.parallel.precision]]
-    parts = plan.divisor("matrices") * (2 * plan.parallel.expert if plan.parallel.expert > 1 else 1)
+    parts = plan.divisor("matrices") * plan.parallel.expert
     return max(
         (
             4 * own(group) + each * (own(group) + 4 * _share(group) + 5 * parts * max(group.sizes))

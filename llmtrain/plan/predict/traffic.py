@@ -27,9 +27,8 @@ REUSE_DISTANCE = 1_000_000_000
 SUMS = 4
 """Tensors of a layer that tensor parallel ranks sum: the outputs of attention and feed-forward in the forward pass,
 and the gradients of their inputs in the backward pass."""
-SUMS_BESIDE_EXPERTS = 5
-"""The same if the experts of a layer are distributed: the output of attention, and the gradients of the inputs of
-query, key, value and the experts' block (`_AverageGradientOverTP` in `deepspeed/moe/ep_tp_dispatch.py`)."""
+SUMS_BESIDE_EXPERTS = 2
+"""The same if the experts of a layer are distributed: of attention only."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ class CommunicationGroups:
 
     def tensor(self, stage: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tensor groups. Activation checkpointing repeats the sum of attention."""
-        each = SUMS_BESIDE_EXPERTS if self.plan.parallel.autotp_ranks > 1 else SUMS
+        each = SUMS_BESIDE_EXPERTS if self.plan.parallel.expert > 1 else SUMS
         # A recomputation leaves out the last product of a layer, because nothing needs its result. Tiles always
         # recompute their products.
         again, tiled = self.share.recomputed_layers(stage), feeds_in_tiles(self.plan)
@@ -227,7 +226,7 @@ class CommunicationGroups:
         are added to sums, and of routers.
         """
         weights, facts = self.plan.model.weights, self.plan.model
-        if weights is None or self.plan.parallel.autotp_ranks > 1:
+        if weights is None:
             return (), ()
         layer, last = weights.layer(facts.layers - 1), list[Weight]()
         own = [
@@ -259,10 +258,8 @@ class CommunicationGroups:
         Each rank of a tensor group sends a part of the group's tokens, and gathers the results.
         """
         dispatched, tensor = self.hidden_states * max(self.plan.model.experts_per_token, 1), self.groups.tensor
-        passes = self._passes(stage)
-        yield Transfer("all_to_all", ((dispatched / tensor.size, self.groups.expert),), 2 * passes)
-        yield Transfer("all_gather", ((dispatched, tensor),), passes - stage.layers)
-        yield Transfer("all_reduce", ((dispatched, tensor),), stage.layers)
+        yield Transfer("all_to_all", ((dispatched / tensor.size, self.groups.expert),), 2 * self._passes(stage))
+        yield Transfer("all_gather", ((self.hidden_states, tensor),), 2 * stage.layers)
 
     def _passes(self, stage: StageParameters) -> int:
         return 2 * stage.layers + self.share.recomputed_layers(stage)
@@ -283,9 +280,6 @@ class CommunicationGroups:
             _split_transfer(self._gradients("all_reduce", stage), last, *(each_pass if zero_stage == 2 else once))
             if zero_stage:
                 found.step.append(self._weights(stage, part=stage.trained))
-        if parallel.autotp_ranks > 1:  # tensor parallel ranks average the gradients of weights that each holds whole
-            size = stage.trained * share.replicated_parameters(stage) * share.gradient_bytes
-            found.step.append(Transfer("all_reduce", ((size, self.groups.tensor),)))
         shard = stage.trained * share.device_parameters(stage) / self.groups.replicas.size
         if parallel.offload_optimizer != "none":
             # Gradients are sent to the host as soon as they are reduced; updated weights come back.

@@ -168,14 +168,8 @@ class DeviceShare:
         return dense, stage.experts / (experts if experts > 1 else self.plan.divisor("matrices"))
 
     def replicated_parameters(self, stage: StageParameters) -> int:
-        """Returns the parameters, experts excepted, that each tensor parallel rank holds whole.
-
-        If the experts are distributed, only attention is split.
-        """
+        """Returns the parameters, experts excepted, that each tensor parallel rank holds whole."""
         facts = self.facts
-        if self.plan.parallel.autotp_ranks > 1:
-            attention = 2 * facts.hidden_size * facts.head_dim * (facts.heads + facts.kv_heads)
-            return stage.parameters - stage.experts - stage.layers * attention
         table, head = stage.embedding and not self.splits_vocabulary, stage.head and not self.splits_head
         if facts.tied_embeddings:
             return head_parameters(facts) * (table or head)
@@ -184,7 +178,7 @@ class DeviceShare:
     @property
     def splits_vocabulary(self) -> bool:
         """Whether tensor parallel ranks split the embedding: if the vocabulary is divisible."""
-        ranks = self.plan.parallel.split_ranks
+        ranks = self.plan.parallel.tensor
         return ranks > 1 and self.facts.vocab_size % ranks == 0
 
     @property

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 
 from llmtrain.errors import did_you_mean
-from llmtrain.plan.axes import EXPERT, TENSOR, used
+from llmtrain.plan.axes import TENSOR, used
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.trained import matches
 from llmtrain.plan.rules.rule import Fault, assignment, rule
@@ -28,22 +27,6 @@ def dora(draft: Draft) -> Iterator[Fault]:
         yield Fault("model.adapter.dora", message, f"{assignment(parallel__zero_stage=2)}, or train without DoRA")
 
 
-@rule("adapter.experts", "run", axis=EXPERT)
-def experts(draft: Draft) -> Iterator[Fault]:
-    """Refuses frozen experts under AutoEP at ZeRO 1 and 2 (`stage_1_and_2.py:_configure_moe_settings`). DeepSpeed's
-    ZeRO requires a group of trained experts wherever experts are distributed."""
-    model, parallel, facts = draft.recipe.model, draft.parallel, draft.facts
-    if parallel.zero_stage not in (1, 2) or not model.is_partly_frozen:
-        return
-    if facts is None or facts.weights is None:
-        return
-    names = (name for name, weight in facts.weights.in_layers() if weight.is_expert)
-    patterns = [f"*{module}.*" for module in model.adapter.modules_to_save] if model.adapter else model.trainable
-    if not any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
-        message = f"ZeRO-{parallel.zero_stage} cannot be set up if all distributed experts are frozen"
-        yield Fault("parallel.zero_stage", message, STAGES)
-
-
 @rule("adapter.parameters", "read")
 def parameters(draft: Draft) -> Iterator[Fault]:
     """Refuses DoRA and dropout with adapters of parameters, as PEFT does (`peft/tuners/lora/layer.py:ParamWrapper`).
@@ -57,17 +40,6 @@ def parameters(draft: Draft) -> Iterator[Fault]:
             message = f"is not defined for adapters of parameters ({', '.join(adapter.target_parameters)})"
             fix = f"--set model.adapter.{name}={off}, or leave out model.adapter.target_parameters"
             yield Fault(f"model.adapter.{name}", message, fix)
-
-
-@rule("adapter.expert_parallel", "read", axis=EXPERT)
-def expert_parallel(draft: Draft) -> Iterator[Fault]:
-    """Refuses adapters of experts under AutoEP (`deepspeed/module_inject/auto_ep.py`). It replaces the module of the
-    experts by one of its own, which would not read the adapters."""
-    weights = draft.facts.weights if draft.facts else None
-    if weights is not None and any(weight.is_expert and weight.is_adapter for _, weight in weights.in_layers()):
-        message = "distributed experts have no adapters"
-        fix = f"{assignment(parallel__expert=1)}, or leave out model.adapter.target_parameters"
-        yield Fault("parallel.expert", message, fix)
 
 
 @rule("adapter.targets", "run")
@@ -136,9 +108,6 @@ def nf4(draft: Draft) -> Iterator[Fault]:
     if TENSOR in used(parallel):
         message = "slices of tensor parallel ranks would have other quantization blocks than the whole matrix"
         yield Fault(field, message, f"{assignment(parallel__tensor=1)}, or {WHOLE}")
-    if EXPERT in used(parallel):
-        message = "distributed experts have not been tested with 4-bit weights"
-        yield Fault(field, message, f"{assignment(parallel__expert=1)}, or {WHOLE}")
     if parallel.strategy == "fsdp2":
         message = "FSDP2 shards parameters only, so every rank would hold all 4-bit weights"
         yield Fault(field, message, f"{assignment(parallel__accelerate='ddp')}, or {WHOLE}")
@@ -153,4 +122,3 @@ def nf4(draft: Draft) -> Iterator[Fault]:
 
 
 WHOLE = assignment(model__quantize="none")
-STAGES = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__expert=1)}"

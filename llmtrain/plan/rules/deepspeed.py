@@ -10,6 +10,7 @@ from llmtrain.plan.draft import Draft, divisors
 from llmtrain.plan.facts.families import EXPERT_TENSOR_FAMILIES, SLICED_FAMILIES
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 from llmtrain.plan.schedules import PipelineSchedule
+from llmtrain.plan.stages import stage_bounds
 
 
 @rule("precision.fp16_cpu", "run")
@@ -101,21 +102,6 @@ def zero_nvme_path(draft: Draft) -> Iterator[Fault]:
     if parallel.nvme_path and not wanted:
         message = f"'{parallel.nvme_path}' has no effect: nothing is offloaded to nvme"
         yield Fault("parallel.nvme_path", message, assignment(parallel__nvme_path="null"))
-
-
-@rule("zero.expert", "run", axis=EXPERT)
-def zero_expert(draft: Draft) -> Iterator[Fault]:
-    """Refuses options that expert parallelism excludes (`module_inject/auto_ep_folding.py:validate_folding_global`).
-    Only the engine for whole models distributes experts, and it refuses offload together with tensor parallelism."""
-    parallel = draft.parallel
-    offloads = parallel.offload_optimizer != "none" or parallel.offload_param != "none"
-    if parallel.autotp_ranks > 1 and offloads:
-        message = f"{parallel.expert} is not supported with tensor parallelism and offload together"
-        fix = f"{assignment(parallel__tensor=1)}, or no offload"
-        yield Fault("parallel.expert", message, fix)
-    if PIPELINE in used(parallel):
-        message = f"{parallel.expert} is not supported with pipelines: their engine has no expert groups"
-        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
 @rule("zero.hierarchical_stage", "run")
@@ -330,24 +316,20 @@ def tensor_family(draft: Draft) -> Iterator[Fault]:
     parallel, facts = draft.parallel, draft.facts
     if facts is None or facts.trials is not None:  # a user's own model has its own rule
         return
-    message = ""
-    if parallel.autotp_ranks > 1:
-        if facts.experts and facts.model_type not in EXPERT_TENSOR_FAMILIES:
-            message = f"the attention of '{facts.model_type}' has projections other than q, k, v and o"
-    elif facts.model_type not in SLICED_FAMILIES:
-        message = f"'{facts.model_type}' cannot be split correctly"
-    if message:
-        yield Fault("parallel.tensor", f"must be 1, not {parallel.tensor}: {message}", assignment(parallel__tensor=1))
+    if facts.model_type not in (EXPERT_TENSOR_FAMILIES if EXPERT in used(parallel) else SLICED_FAMILIES):
+        message = f"must be 1, not {parallel.tensor}: '{facts.model_type}' cannot be split correctly"
+        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
 
 
 @rule("tensor.divides", "run", axis=TENSOR)
 def tensor_divides(draft: Draft) -> Iterator[Fault]:
     """Refuses feed-forward layers and experts whose width is not a multiple of the degree. Each tensor parallel rank
-    holds an equal part of every split weight."""
-    ranks, facts = draft.parallel.split_ranks, draft.facts
+    holds an equal part of every split weight; distributed experts are not split."""
+    ranks, facts, distributes = draft.parallel.tensor, draft.facts, EXPERT in used(draft.parallel)
     if facts is None or facts.weights is None:
         return
     own = (weight for run in facts.weights.runs for weight in run.weights if not weight.is_adapter)
+    own = (weight for weight in own if not (weight.is_expert and distributes))
     down_projections = {weight for weight in own if "down_proj" in weight.name}
     uneven = sorted({weight.shape[-1] for weight in down_projections if weight.shape[-1] % ranks})
     if uneven:
@@ -356,46 +338,26 @@ def tensor_divides(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
 
 
-FP32_ROUTERS = ("deepseek_v2", "deepseek_v3")
-"""Families that compute the router's logits in fp32 regardless of the weights' data type."""
-PROBABILITY_ROUTERS = ("qwen3_5_moe_text",)
-"""Families whose router loss expects logits, while the engine's block returns probabilities."""
-
-
-@rule("expert.router_noise", "run", axis=EXPERT)
-def expert_router_noise(draft: Draft) -> Iterator[Fault]:
-    """Refuses noise on the input of the router (`module_inject/auto_ep.py`). AutoEP's router ignores
-    `router_jitter_noise`, with no more than a line in its log."""
-    noise = draft.recipe.model.config.get("router_jitter_noise")
-    if noise:
-        message = f"{noise} has no effect with expert parallelism: the engine's router adds no noise"
-        yield Fault("model.config.router_jitter_noise", message, assignment(model__config__router_jitter_noise=0.0))
-
-
-@rule("expert.router_loss", "run", axis=EXPERT)
-def expert_router_loss(draft: Draft) -> Iterator[Fault]:
-    """Refuses families whose load balancing loss is wrong under AutoEP (`auto_ep_presets/qwen3_5_moe.py`). The load
-    balance loss would apply a softmax to probabilities."""
+@rule("expert.stages", "run", axis=EXPERT)
+def expert_stages(draft: Draft) -> Iterator[Fault]:
+    """Refuses stages without experts beside others that have them. Ranks take the norm of the gradients of experts
+    together with those of all other stages (`runtime/utils.py:get_norm_with_moe_layers`)."""
     facts = draft.facts
-    has_router_loss = draft.recipe.model.config.get("output_router_logits")
-    if facts is not None and has_router_loss and facts.model_type in PROBABILITY_ROUTERS:
-        message = f"with expert parallelism the load balancing loss of '{facts.model_type}' would be wrong"
-        fix = f"{assignment(model__config__output_router_logits='false')}, or {assignment(parallel__expert=1)}"
-        yield Fault("model.config.output_router_logits", message, fix)
-
-
-@rule("expert.router_precision", "run", axis=EXPERT)
-def expert_router_precision(draft: Draft) -> Iterator[Fault]:
-    """Refuses lower precision for routers that compute in fp32, because tokens would be routed to other experts. The
-    engine's router computes in the data type of the weights."""
-    facts = draft.facts
-    if facts is not None and draft.weight_dtype != "fp32" and facts.model_type in FP32_ROUTERS:
-        message = (
-            f"'{draft.parallel.precision}' is not supported for '{facts.model_type}' with expert parallelism: "
-            f"the engine would route in {draft.weight_dtype} instead of fp32"
-        )
-        fix = f"{assignment(parallel__precision='autocast_bf16')}, or {assignment(parallel__expert=1)}"
-        yield Fault("parallel.precision", message, fix)
+    if PIPELINE not in used(draft.parallel) or facts is None or facts.weights is None:
+        return
+    if draft.parallel.stages > facts.layers:
+        return  # another rule's
+    schedule, bounds = (
+        PipelineSchedule.of(draft.parallel),
+        stage_bounds(facts, draft.parallel.stages, draft.recipe.data.sequence_length),
+    )
+    for rank in range(schedule.ranks):
+        own = [bounds[stage] for stage in schedule.stages_of(rank)]
+        layers = [number for stage in own for number in range(stage.first, stage.end)]
+        if not any(weight.is_expert for number in layers for weight in facts.weights.layer(number)):
+            message = f"must be 1, not {draft.parallel.expert}: rank {rank} of the pipe has no layer with experts"
+            yield Fault("parallel.expert", message, f"{assignment(parallel__expert=1)}, or use fewer stages")
+            return
 
 
 @rule("expert.loss_scale", "run", axis=EXPERT)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from llmtrain.plan.axes import CHOSEN, EXPERT, TENSOR, Axis, model_parallel_size
 from llmtrain.plan.draft import Draft, divisors
-from llmtrain.plan.facts.families import EXPERT_PRESETS
+from llmtrain.plan.facts.families import EXPERT_FAMILIES
 from llmtrain.plan.rules.rule import Fault, Rule, assignment, rule
 
 
@@ -56,16 +56,17 @@ DIVISIBILITY = tuple(_divides(axis) for axis in CHOSEN if axis.reason)
 
 @rule("layout.expert", "arithmetic", axis=EXPERT)
 def expert(draft: Draft) -> Iterator[Fault]:
-    """Refuses expert parallelism of dense models and of families that AutoEP does not support. Only some families have
-    experts that the engine can distribute."""
+    """Refuses expert parallelism of dense models, and of families whose tiny copy fails or deviates
+    (`docs/reference/families_expert.md`). Experts can be distributed if `transformers` computes them by a function that
+    can be chosen (`transformers/integrations/moe.py:ExpertsInterface`)."""
     degree, facts = draft.parallel.expert, draft.facts
     if facts is None:
         return
     if not facts.experts:
         message = f"must be 1, not {degree}: '{facts.model_type}' has no experts"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
-    elif facts.model_type not in EXPERT_PRESETS:
-        message = f"the engine's expert parallelism supports {', '.join(EXPERT_PRESETS)} only"
+    elif facts.trials is None and facts.model_type not in EXPERT_FAMILIES:
+        message = f"must be 1, not {degree}: the experts of '{facts.model_type}' cannot be distributed"
         yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 

@@ -312,7 +312,7 @@ def experts_aligned(draft: Draft) -> Iterator[Fault]:
     if facts is None or facts.weights is None:
         return
     step = EXPERT_ROW_BYTES // BYTES_OF[draft.weight_dtype]
-    ranks = draft.parallel.split_ranks
+    ranks = draft.parallel.tensor if draft.parallel.expert == 1 else 1
     weights = {
         weight for run in facts.weights.runs for weight in run.weights if weight.is_expert and not weight.is_adapter
     }

@@ -90,6 +90,29 @@ def test_every_family_matches_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 2, [{"parallel.zero_stage": stage, **SGD} for stage in range(4)])
 
 
+ADAPTER = {"rank": 4, "alpha": 16.0, "targets": ["q_proj"], "target_parameters": ["gate_up_proj", "down_proj"]}
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param("mixtral", marks=pytest.mark.slow), pytest.param("gpt_oss", marks=pytest.mark.breadth)],
+)
+def test_adapters_of_distributed_experts_match_the_plain_loop(architecture):
+    """On the ranks of their experts; also beside tensor parallelism, and without trained experts."""
+    adapted = {"model.adapter": ADAPTER, "batch.micro_batch_size": 2, "optim.name": "sgd", "optim.lr": 0.3}
+    frozen = adapted | {"model.adapter": {**ADAPTER, "target_parameters": []}}
+    cases = [adapted | {"parallel.zero_stage": stage} for stage in range(4)]
+    _assert_runs_are_plain(architecture, 2, [*cases, frozen | {"parallel.zero_stage": 1}])
+
+
+@pytest.mark.breadth
+def test_distributed_experts_in_4_bit_match_the_plain_loop(tmp_path):
+    build_model(moe_recipe("qwen3_moe"), torch.float32, torch.device("cpu")).save_pretrained(tmp_path)
+    model = {"architecture": None, "config": {}, "pretrained": str(tmp_path), "adapter": ADAPTER, "quantize": "nf4"}
+    variants = [{"parallel.zero_stage": stage, "model": model, "batch.micro_batch_size": 2} for stage in range(3)]
+    _assert_runs_are_plain("qwen3_moe", 2, variants)
+
+
 @pytest.mark.breadth
 def test_bf16_stays_near_the_fp32_loop():
     recipes = [moe_recipe(**{"parallel.precision": "bf16", "parallel.zero_stage": stage}) for stage in (1, 2, 3)]

@@ -12,15 +12,7 @@ from llmtrain.checkpoint.contents import TrainerState
 from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
-from llmtrain.engines import build_engine
-from llmtrain.engines.deepspeed import autotp
-from llmtrain.engines.deepspeed.autotp_check import check_autotp
-from llmtrain.engines.deepspeed.autotp_split import AutoTPSplit
-from llmtrain.errors import FamilyError
-from llmtrain.models import build_model, model_configuration
-from llmtrain.overrides.deepspeed import make_tensor_groups, skip_input_check
-from llmtrain.plan.ds_config import render
-from llmtrain.plan.facts.families import EXPERT_TENSOR_FAMILIES
+from llmtrain.models import build_model
 from tests.helpers.batches import step_batch
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, moe_recipe
@@ -87,7 +79,7 @@ def test_expert_groups_larger_than_tensor_groups_match_the_plain_loop():
 
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(name, marks=pytest.mark.breadth) for name in sorted(EXPERT_TENSOR_FAMILIES)],
+    [pytest.param(name, marks=pytest.mark.breadth) for name in CONFIGS],
 )
 def test_every_family_matches_the_plain_loop(architecture):
     _assert_runs_are_plain(architecture, 4, _stages(0, 1, 2, 3))
@@ -102,71 +94,6 @@ def test_slices_of_sequences_match_the_plain_loop_at_every_stage():
 def test_adapters_of_attention_match_the_plain_loop():
     adapter = {"model.adapter": {"rank": 4, "targets": ["q_proj", "o_proj"]}}
     _assert_runs_are_plain("mixtral", 2, _stages(0, 3, **adapter))
-
-
-def _verdicts(rank: int, recipes: list, block: dict) -> list[str]:
-    make_tensor_groups(2)
-    verdicts = []
-    for recipe in recipes:
-        try:
-            check_autotp(model_configuration(recipe), block, "eager", CPU)
-            verdicts.append("")
-        except FamilyError as refusal:
-            verdicts.append(refusal.reason)
-    return verdicts
-
-
-def test_the_rule_refuses_exactly_what_the_engine_computes_incorrectly():
-    """DeepSeek's latent attention has none of the projections that are cut."""
-    block = render(plan_of(moe_recipe(**{"parallel.tensor": 2}), 2))["tensor_parallel"]
-    recipes = [moe_recipe(family) for family in CONFIGS]
-    for verdicts in run_ranks(2, _verdicts, recipes, block):
-        assert {
-            family for family, reason in zip(CONFIGS, verdicts, strict=True) if not reason
-        } == EXPERT_TENSOR_FAMILIES
-
-
-def test_ranks_compare_no_inputs():
-    """DeepSpeed would pickle tensors of the device for this, and open a context on another rank's GPU."""
-    before, after = run_ranks(2, _compares_inputs)[1]
-    assert before
-    assert not after
-
-
-def _compares_inputs(rank: int) -> tuple[bool, bool]:
-    plan, found = plan_of(moe_recipe(**{"parallel.tensor": 2, "parallel.zero_stage": 1}), 2), []
-
-    def look(engine):
-        found.append(engine.first_dataloader_check is not None)
-        skip_input_check(engine)
-
-    autotp.skip_input_check = look  # this process belongs to the test
-    engine = engine_of(plan)
-    return found[0], engine.engine.first_dataloader_check is not None
-
-
-def test_fused_and_uneven_shards_are_joined():
-    whole = torch.arange(7 * 3).reshape(7, 3)
-    split = AutoTPSplit(dim=0, logical=(7, 3), shape=(7, 3), widths=((3, 1), (1, 2)))
-    shards = [whole[[0, 1, 2, 4]], whole[[3, 5, 6]]]
-    assert [split.shard_shape(rank) for rank in range(2)] == [(4, 3), (3, 3)]
-    assert torch.equal(split.join(shards), whole)
-
-
-def _offloaded(rank: int, recipe) -> str:
-    config = render(plan_of(recipe, 2))
-    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    try:
-        build_engine(plan_of(recipe, 2), config, CPU)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_offload_is_refused_by_the_engine():
-    """And so by `zero.expert`; it also fails on `{"device": "none"}`, so nothing is rendered."""
-    recipe = moe_recipe(**{"parallel.tensor": 2, "parallel.zero_stage": 1})
-    assert all("offload" in message for message in run_ranks(2, _offloaded, recipe))
 
 
 BF16 = {"parallel.precision": "bf16"}

@@ -45,9 +45,12 @@ def test_sequence_with_tensor_groups_or_stages_matches_the_reference():
     _compare(run_ranks(4, _train, 1, cases), cases)
 
 
-def _train_experts(rank: int, cases) -> list[Trace]:
-    plans = [plan_of(moe_recipe(architecture, **fields), 2) for architecture, fields in cases]
-    return [trace_plan(plan, STEPS, 0) for plan in plans]
+def _train_experts(rank: int, cases, ranks: int) -> list[Trace]:
+    plans = [plan_of(moe_recipe(architecture, **fields), ranks) for architecture, fields in cases]
+    inner = [plan.parallel.tensor * plan.parallel.sequence for plan in plans]
+    return [
+        trace_plan(plan, STEPS, rank // one % plan.data_parallel_size) for plan, one in zip(plans, inner, strict=True)
+    ]
 
 
 @pytest.mark.breadth
@@ -57,10 +60,29 @@ def test_experts_on_sequence_parallel_ranks_match_the_reference():
     cases = [(family, SEQUENCE | SGD | stage) for family in ("mixtral", "qwen3_moe") for stage in stages]
     offloaded = {"parallel.offload_optimizer": "cpu", "model.attention": "varlen"}  # as recipes/qwen3_30b_a3b.py
     cases.append(("qwen3_moe", SEQUENCE | SGD | stages[1] | offloaded))
-    for results in run_ranks(2, _train_experts, cases):
+    for results in run_ranks(2, _train_experts, cases, 2):
         for (family, fields), run in zip(cases, results, strict=True):
             expected = plain_run(moe_recipe(family, **SGD, **{"parallel.expert": 1}), STEPS, 2)
             assert_same(run, expected, (family, fields))
+
+
+@pytest.mark.breadth
+def test_experts_of_stages_match_the_reference():
+    """Two replicas of two stages; then tensor parallel ranks that share stages and experts; two stages per rank."""
+    pipeline = {"parallel.pipeline": 2, "parallel.zero_stage": 1, "batch.micro_batch_size": 2}
+    more = {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}
+    cases = [
+        ("mixtral", pipeline | SGD),
+        ("mixtral", pipeline | {"parallel.tensor": 2}),
+        ("gpt_oss", pipeline | SGD),
+        ("mixtral", pipeline | SGD | more | {"model.config.num_hidden_layers": 4}),
+    ]
+    for results in run_ranks(4, _train_experts, cases, 4):
+        for (family, fields), run in zip(cases, results, strict=True):
+            plain = {key: value for key, value in fields.items() if not key.startswith(("parallel", "batch"))}
+            assert_same(
+                run, plain_run(moe_recipe(family, **plain, **{"parallel.expert": 1}), STEPS, 2), (family, fields)
+            )
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from llmtrain.engines.deepspeed import ulysses
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.activation_bytes import traced_layers
-from llmtrain.models.build import build_tensor_parallel
+from llmtrain.models.build import build_sharded
 from llmtrain.models.compiled import compile_layers
 from llmtrain.models.recompute import checkpoints
 from llmtrain.models.recompute.checkpoints import use_recomputation
@@ -110,7 +110,7 @@ def model_of(plan: Plan) -> PreTrainedModel:
         return build_model(plan.recipe, dtype, torch.device("cpu"))
     recipe, ranks = plan.recipe, FirstOf(plan.parallel.tensor)
     split = check_tensor_split(model_configuration(recipe), ranks.size, sequence_parallel=plan.megatron_sp_ranks > 1)
-    return build_tensor_parallel(recipe, dtype, torch.device("cpu"), TensorParallel(split, ranks))
+    return build_sharded(recipe, dtype, torch.device("cpu"), [TensorParallel(split, ranks)])
 
 
 class Saved:

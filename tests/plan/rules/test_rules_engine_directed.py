@@ -30,7 +30,6 @@ REFUSED: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("data_parallel.devices", 2, {"parallel.backend": "data_parallel"}, {}, "devices 2 as 1"),
     ("zero.nvme_path", 1, ON_DISK, {}, "TypeError: expected str"),
     ("zero.nvme_path", 1, {"parallel.nvme_path": "/nvme"}, {}, "ignores parallel.nvme_path"),
-    ("zero.expert", 4, STAGES | {"parallel.expert": 2}, EXPERTS, "PipelineAxis and ExpertAxis both have named_weights"),
     ("tensor.divides", 2, {"parallel.tensor": 2}, {"intermediate_size": 33}, "is not divisible by 2"),
     ("tensor.divides", 4, STAGES | {"parallel.tensor": 2}, {"intermediate_size": 33}, "is not divisible by 2"),
 ]

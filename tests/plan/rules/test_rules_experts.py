@@ -1,106 +1,96 @@
-"""The rules of expert parallelism, compared with the engine's own blocks that replace those of the model.
-
-One rank that holds all experts is enough for most: what a block computes does not depend on where the experts are.
-"""
+"""The rules of expert parallelism, compared with the engine."""
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
+from torch import nn
+from transformers import AutoConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from llmtrain.models import build_model
+from llmtrain.errors import FamilyError
+from llmtrain.models.experts import ExpertGroups, forward
+from llmtrain.models.tiny.expert_check import check_experts
+from llmtrain.models.tiny.tensor_check import ThreadTensorGroup
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.facts.families import EXPERT_PRESETS
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.rules import assemble, broken
 from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, step_batch
 from tests.helpers.harness import run_ranks
-from tests.helpers.moe import CONFIGS, moe_recipe
+from tests.helpers.moe import CONFIGS, GPT_OSS, moe_recipe
 from tests.helpers.traces import engine_of
 
-CPU = torch.device("cpu")
+FAMILIES = {**CONFIGS, "gpt_oss": GPT_OSS["config"]}
 
 
-def refusals(recipe) -> set[str]:
+def refusals(recipe, devices: int = 2) -> set[str]:
     facts = model_facts(recipe.model, recipe.vocab_size)
-    return {problem.rule for problem in broken(Draft(recipe, Cluster(devices_per_node=2), facts))[0]}
+    return {problem.rule for problem in broken(Draft(recipe, Cluster(devices_per_node=devices), facts))[0]}
 
 
-def model_of(recipe, dtype=torch.float32, replaced=False):
-    """The model in training mode, as `transformers` builds it or with the engine's blocks."""
-    from deepspeed.module_inject.auto_ep import AutoEP
-    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
-
-    model = build_model(recipe, dtype, CPU)
-    if replaced:
-        preset = EXPERT_PRESETS.get(model.config.model_type)
-        block = {"enabled": True, "autoep_size": 1} | ({"preset_model": preset} if preset else {})
-        replacer = AutoEP(model, parse_autoep_config(block))
-        replacer.replace_moe_layers(replacer.ep_parser(), ep_size=1, ep_rank=0)
-    return model.train()
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_a_tiny_copy_with_distributed_experts_equals_the_model(architecture, tensor):
+    assert refusals(moe_recipe(architecture, **{"parallel.tensor": tensor})) == set()
+    check_experts(AutoConfig.for_model(architecture, **FAMILIES[architecture]), tensor)
 
 
-def outputs(model, seed=0):
-    tokens = torch.arange(64).view(2, 32) * 7 % 256
-    torch.manual_seed(seed)
-    with torch.no_grad():
-        return model(input_ids=tokens, use_cache=False)
+def test_a_family_whose_experts_are_computed_elsewhere_is_refused():
+    with pytest.raises(FamilyError, match="no function for them"):
+        check_experts(AutoConfig.for_model("llama4_text", num_hidden_layers=4))
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_autoep_blocks_equal_those_of_the_model(architecture):
-    recipe = moe_recipe(architecture)
-    assert refusals(recipe) == set()
-    theirs, ours = outputs(model_of(recipe)), outputs(model_of(recipe, replaced=True))
-    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-5, atol=1e-6)
-    if recipe.model.config.get("output_router_logits"):
-        torch.testing.assert_close(ours.aux_loss, theirs.aux_loss, rtol=1e-5, atol=0)
+@pytest.mark.parametrize("fault", ["received", "sent", "tensor"])
+def test_a_fault_in_the_exchange_is_found(monkeypatch, fault):
+    """Rows that come back in another order; to the wrong rank; and a part of the tokens that no rank sends."""
+    exchange = ThreadTensorGroup.all_to_all
+
+    def wrong(self, rows, sent, received):
+        arrived = exchange(self, rows, sent, received)
+        if rows.ndim == 1 or fault == "tensor":
+            return arrived
+        return arrived.flip(0) if fault == "received" else arrived * (1 + 0.01 * self.rank)
+
+    monkeypatch.setattr(ThreadTensorGroup, "all_to_all", wrong)
+    if fault == "tensor":
+        monkeypatch.setattr("llmtrain.models.experts.gather_rows", lambda part, rows, group: part.repeat(group.size, 1))
+    with pytest.raises(FamilyError, match="deviate"):
+        check_experts(AutoConfig.for_model("mixtral", **CONFIGS["mixtral"]), 2)
 
 
-def test_every_family_with_a_preset_is_tried():
-    from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
+def test_a_rank_whose_experts_no_token_chooses_has_gradients_of_zero():
+    """torch's grouped products have no backward pass without rows."""
+    barrier, places = threading.Barrier(2, timeout=60), [None, None]
+    gradients = [None, None]
 
-    assert {kind: name for name, preset in PRESET_MODELS.items() for kind in preset.hf_model_types} == EXPERT_PRESETS
-    assert CONFIGS.keys() == EXPERT_PRESETS.keys()
+    def run(rank: int) -> None:
+        module = MixtralExperts(AutoConfig.for_model("mixtral", **CONFIGS["mixtral"]))
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.02)
+            parameter.data = parameter.data.chunk(2)[rank].clone()
+        module.expert_groups = ExpertGroups(ThreadTensorGroup(rank, places, barrier), ThreadTensorGroup.alone())
+        hidden = torch.randn(6, 32, requires_grad=True)
+        chosen = torch.tensor([[0, 1]] * 6)  # the first rank has both
+        forward(module, hidden, chosen, torch.full((6, 2), 0.5)).sum().backward()
+        gradients[rank] = [parameter.grad for parameter in module.parameters()]
 
-
-def test_a_family_without_a_preset_is_refused():
-    config = {**CONFIGS["mixtral"], "num_experts": 4, "num_experts_per_tok": 2}
-    del config["num_local_experts"]
-    recipe = moe_recipe(**{"model": {"architecture": "olmoe", "config": config}})
-    assert refusals(recipe) == {"layout.expert"}
-    with pytest.raises(ValueError, match="ambiguous"):
-        model_of(recipe, replaced=True)
-
-
-def test_autoep_draws_no_router_noise():
-    recipe = moe_recipe(**{"model.config.router_jitter_noise": 0.5})
-    assert refusals(recipe) == {"expert.router_noise"}
-    theirs, ours = model_of(recipe), model_of(recipe, replaced=True)
-    assert not torch.equal(outputs(theirs, seed=1).logits, outputs(theirs, seed=2).logits)
-    assert torch.equal(outputs(ours, seed=1).logits, outputs(ours, seed=2).logits)
-
-
-def test_autoep_passes_probabilities_to_the_load_balance_loss():
-    recipe = moe_recipe("qwen3_5_moe_text", **{"model.config.output_router_logits": True})
-    assert refusals(recipe) == {"expert.router_loss"}
-    theirs, ours = outputs(model_of(recipe)).aux_loss, outputs(model_of(recipe, replaced=True)).aux_loss
-    assert abs(ours - theirs) > 1e-4 * theirs
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(gradient.any() for gradient in gradients[0])
+    assert all(gradient is not None and not gradient.any() for gradient in gradients[1])
 
 
-@pytest.mark.parametrize("architecture", CONFIGS)
-def test_routers_in_fp32_become_bf16(architecture):
-    """Weights that tokens give to their experts: where the model takes them in fp32, the engine rounds them."""
-    recipe = moe_recipe(architecture, **{"parallel.precision": "bf16", "parallel.zero_stage": 1})
-    theirs, ours = model_of(recipe, torch.bfloat16), model_of(recipe, torch.bfloat16, replaced=True)
-    path = next(name for name, module in ours.named_modules() if getattr(module, "_is_autoep_layer", False))
-    tokens = torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    with torch.no_grad():
-        expected = theirs.get_submodule(path).gate(tokens)[0]
-        logits = ours.get_submodule(path).router.gate(tokens)
-    rounds = not torch.equal(expected.float(), logits.float())
-    assert rounds == ("expert.router_precision" in refusals(recipe))
+def test_stages_without_experts_are_refused():
+    """The first two of three layers are dense."""
+    fields = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
+    assert refusals(moe_recipe("deepseek_v3", **fields), 4) == {"expert.stages"}
+    assert refusals(moe_recipe("mixtral", **fields), 4) == set()
 
 
 def planned(recipe):

@@ -1,0 +1,99 @@
+"""Verifies on a tiny copy that a family with distributed experts computes the same logits and gradients."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from llmtrain.models.expert_parallel import ExpertParallel, expert_parameters, not_distributed
+from llmtrain.models.experts import ExpertGroups
+from llmtrain.models.hub_names import empty_model
+from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, plan_split
+from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation
+from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, build_tiny_model
+from llmtrain.models.tiny.tensor_check import RANKS, VOCABULARY, ThreadTensorGroup, outcome_of, run_in_threads
+
+
+def check_experts(config: PreTrainedConfig, tensor: int = 1, attention: str = "eager") -> DeclaredSplit:
+    """Returns how `tensor` ranks split everything but the experts, after comparing a tiny copy with distributed experts
+    with a whole one.
+
+    Runs on the CPU, in fp32, without dropout. The random state is preserved. Raises FamilyError with the reason if
+    logits or gradients differ, or if the experts are not computed by a function that can be chosen.
+    """
+    try:
+        split = split_beside_experts(empty_model(config, torch.float32), tensor)
+        tiny = shrink_configuration(config, vocab_size=VOCABULARY)
+    except COPY_ERRORS as error:
+        raise not_distributed(config, f"no tiny copy can be made to compare with ({error})") from error
+    attention = attention if attention in ("eager", "sdpa") else "eager"
+    with torch.random.fork_rng(devices=[]):
+        compare_experts(tiny, tensor > 1, attention)
+    return split
+
+
+def split_beside_experts(model: PreTrainedModel, degree: int) -> DeclaredSplit:
+    """Returns how tensor parallel ranks split a model whose experts are distributed. Raises FamilyError."""
+    if degree == 1:
+        return DeclaredSplit({}, {})
+    split, experts = plan_split(model, degree), expert_parameters(model)
+    modules = {name.rpartition(".")[0] for name in experts}
+    return replace(
+        split,
+        styles={name: style for name, style in split.styles.items() if name not in modules | experts},
+        shards={name: shard for name, shard in split.shards.items() if name not in experts},
+    )
+
+
+def compare_experts(config: PreTrainedConfig, with_tensor: bool = False, attention: str = "eager") -> None:
+    """Distributes the experts of the model of `config` itself over two ranks. Raises FamilyError if results differ.
+
+    with_tensor: whether these ranks also split the rest of the model. Otherwise both compute the same tokens, so the
+    gradients of experts are twice those of the whole model.
+    """
+    try:
+        whole = build_tiny_model(config, attention)
+        expected = outcome_of(whole)
+    except MODEL_ERRORS as error:
+        raise not_distributed(config, f"a tiny copy does not run ({type(error).__name__}: {error})") from error
+    names = expert_parameters(whole)
+    if not names:
+        raise not_distributed(config, "transformers has no function for them that could be replaced")
+    split = split_beside_experts(whole, RANKS if with_tensor else 1)
+
+    def distributed(group: ThreadTensorGroup) -> PreTrainedModel:
+        model = copy.deepcopy(whole)
+        alone = ThreadTensorGroup.alone()
+        experts = ExpertParallel(names, ExpertGroups(group, group if with_tensor else alone))
+        tensor = TensorParallel(split, group)
+        for name, parameter in model.named_parameters():
+            experts.shard(name, parameter)
+            tensor.shard(name, parameter)
+        own_names = {name: name for name, _ in model.named_parameters()}
+        experts.install(model, own_names)
+        tensor.install(model, own_names)
+        return model
+
+    try:
+        outcomes = run_in_threads(distributed)
+    except MODEL_ERRORS as error:
+        reason = f"its forward pass fails with distributed experts ({type(error).__name__}: {error})"
+        raise not_distributed(config, reason) from error
+    for rank, outcome in enumerate(outcomes):
+        parts = {}
+        for name, gradient in expected.gradients.items():
+            if gradient is not None and name in names:
+                gradient = gradient.chunk(RANKS)[rank] * (1 if with_tensor else RANKS)
+            elif gradient is not None and name in split.shards:
+                gradient = split.shards[name].part(gradient, rank, RANKS)
+            parts[name] = gradient
+        difference = deviation(outcome, Outcome(expected.output, parts))
+        if difference.output > SUM_TOLERANCE:
+            raise not_distributed(config, f"its logits deviate from the whole model's by {difference.output:.0e}")
+        if difference.gradient > SUM_TOLERANCE:
+            reason = f"its gradients deviate from the whole model's by {difference.gradient:.0e} {difference.parameter}"
+            raise not_distributed(config, reason)
