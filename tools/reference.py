@@ -15,7 +15,7 @@ from llmtrain.overrides import OVERRIDES, TRIED
 from llmtrain.plan.rules import ENGINE, RULES
 from llmtrain.recipe import OptimConfig, Part, Recipe, execution, training
 from llmtrain.recipe.parts import field_texts
-from tools.page import Files, filled, table
+from tools.page import ROOT, Files, filled, table
 
 PICTURES: dict[type[Part], str] = {OptimConfig: "![The five schedules](../pictures/schedules.svg)\n\n"}
 """What is shown above the fields of a part."""
@@ -139,8 +139,9 @@ def overrides() -> Files:
             for one in OVERRIDES
             if one.package == package
         )
-        listed = table(("Part", "Without it", "Test", "Upstream"), rows)
-        sections.append(f"## {package} {version}\n\nIn [`{module}`](../../{module}).\n\n{listed}")
+        if (ROOT / module).exists():
+            listed = table(("Part", "Without it", "Test", "Upstream"), rows)
+            sections.append(f"## {package} {version}\n\nIn [`{module}`](../../{module}).\n\n{listed}")
     return filled("docs/design/overrides.md", overrides="\n".join(sections))
 
 

@@ -1,4 +1,4 @@
-"""The private parts of DeepSpeed, `transformers`, accelerate, PEFT and torch that llmtrain replaces or reads.
+"""The private parts of DeepSpeed, `transformers`, accelerate and torch that llmtrain replaces or reads.
 
 If the installed version lacks one of these places, or has a function with other parameters there, no engine is built:
 without its replacement, a run would continue and compute something else. `docs/design/overrides.md` shows this list.
@@ -415,7 +415,8 @@ def untried_versions() -> Iterator[str]:
                 if override.package == package
                 for name in override.names
             ]
-            yield f"{package} {installed} is untested, llmtrain was tested with {tried}; check {', '.join(places)}"
+            check = f"; check {', '.join(places)}" if places else ""
+            yield f"{package} {installed} is untested, llmtrain was tested with {tried}{check}"
 
 
 @contextmanager
