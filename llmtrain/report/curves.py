@@ -44,6 +44,7 @@ CHARTS = (
     Chart("Perplexity", "number", (), ("perplexity",)),
     Chart("Bits per byte", "number", (), ("bits_per_byte",)),
     Chart("Router loss", "number", ("router_loss",)),
+    Chart("Tokens of the busiest expert, over the mean", "number", ("expert_load",)),
     Chart("Gradient norm", "number", ("grad_norm",)),
     Chart("Learning rate", "number", ("lr",)),
     Chart("Tokens per second", "rate", ("tokens_per_second",)),

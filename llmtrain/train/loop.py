@@ -36,6 +36,7 @@ from llmtrain.train.metrics import (
     TrainingProgress,
     metrics_of,
 )
+from llmtrain.train.metrics.expert_load import ExpertLoad
 from llmtrain.train.profiling import StepProfiler
 from llmtrain.train.sampling import Sampler
 from llmtrain.train.signals import StopAgreement
@@ -73,6 +74,8 @@ class Run:
     cores: BusyCores | None = None
     """Set on rank 0 if it computes on a CPU."""
     profiler: StepProfiler | None = None
+    expert_load: ExpertLoad | None = None
+    """Set on all ranks for a mixture of experts."""
     callbacks: Callbacks = field(default_factory=Callbacks)
     outputs: ProgressOutputs = ProgressOutputs()
     meter: Meter = field(default_factory=Meter)
@@ -321,6 +324,7 @@ def _record(run: Run, result: StepResult, batch: StepBatch) -> Record | None:
     """Returns the record of a step on rank 0, which waits for the device to read its values; None on other ranks."""
     sums = run.engine.metric_sums()
     router_loss = None if result.router_loss is None else all_reduce_sum(result.router_loss)
+    expert_load = run.expert_load.take() if run.expert_load else None
     if run.metrics is None:
         return None
     with run.heartbeat.waiting():
@@ -350,6 +354,7 @@ def _record(run: Run, result: StepResult, batch: StepBatch) -> Record | None:
             slowest=run.heartbeat.slowest(),
             of_objective=means,
             router_loss=of_router,
+            expert_load=None if expert_load is None else expert_load.item(),
         )
     )
 

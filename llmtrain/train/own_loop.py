@@ -53,6 +53,7 @@ from llmtrain.system.streams import plain_console, quiet_libraries
 from llmtrain.train import loop
 from llmtrain.train.callbacks import Callbacks, Requests
 from llmtrain.train.metrics import MetricsLogger, TrainingProgress, note_event
+from llmtrain.train.metrics.expert_load import expert_load_of
 from llmtrain.train.profiling import StepProfiler
 from llmtrain.train.signals import StopAgreement, StopSignals
 from llmtrain.train.start import print_plan, startable
@@ -374,6 +375,7 @@ def _run(
         metrics=MetricsLogger(run_dir, plan, state.step, warn) if rank.is_main else None,
         skipped=engine.guard.read().total,
         profiler=StepProfiler(run_dir, rank.rank, plan.recipe.profile, state.step, warn),
+        expert_load=expert_load_of(engine, plan),
         callbacks=Callbacks(plan.recipe, run_dir.path, warn, engine.model),
     )
 

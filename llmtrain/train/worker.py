@@ -31,6 +31,7 @@ from llmtrain.system.stops import after_step, ignore_signals, leave
 from llmtrain.system.streams import print_as_is
 from llmtrain.train import watchdog
 from llmtrain.train.console import WorkerOutput, redirect_output
+from llmtrain.train.metrics.expert_load import expert_load_of
 from llmtrain.train.metrics.logger import EventName, note_event
 from llmtrain.train.signals import StopSignals
 
@@ -328,6 +329,7 @@ class _Worker:
                     heartbeat=heartbeat,
                     cores=BusyCores(self.rank.local_world_size, torch.get_num_threads()) if shows_cores else None,
                     profiler=profiler,
+                    expert_load=expert_load_of(engine, self.plan),
                     callbacks=callbacks,
                     outputs=outputs,
                 )

@@ -43,7 +43,7 @@ RESERVED = frozenset(
             "skipped_steps",
         ),
         *("rollbacks", "left_s", "device_hours", "cost", "cost_at_end", "slowest_rank", "slowest_ratio"),
-        *("router_loss", "eval_loss", "eval_loss_by_source", "perplexity", "bits_per_byte"),
+        *("router_loss", "expert_load", "eval_loss", "eval_loss_by_source", "perplexity", "bits_per_byte"),
     )
 )
 """Names of the other metrics of a run, which a metric of the user's own cannot have."""

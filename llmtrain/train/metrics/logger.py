@@ -62,6 +62,9 @@ class StepMetrics:
     """The further metrics of the objective (`Engine.objective`); None if the loss is the cross-entropy of tokens."""
     router_loss: float | None = None
     """Mean of the router's loss over the micro-batches, times its coefficient; None without one."""
+    expert_load: float | None = None
+    """Tokens of a layer's busiest expert over the mean, where this is largest, since the last logged step; None for a
+    dense model."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,8 @@ class MetricsLogger:
             fields["slowest_rank"], fields["slowest_ratio"] = metrics.slowest
         if metrics.router_loss is not None:
             fields["router_loss"] = metrics.router_loss
+        if metrics.expert_load is not None:
+            fields["expert_load"] = metrics.expert_load
         return _finite_fields({**fields, **(metrics.of_objective or {})})
 
     def eval_record(self, step: int, main: Evaluation, sets: Mapping[str, Evaluation] | None = None) -> Record:
