@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch._dynamo import lookup_backend
 
 from llmtrain.engines.deepspeed import engine
@@ -20,7 +21,7 @@ from llmtrain.models.tiny.model import build_tiny_model
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe
 from tests.helpers import triton_on_cpu
-from tests.helpers.batches import MIXTRAL, tiny_recipe
+from tests.helpers.batches import MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import moe_recipe
 from tests.helpers.traces import Trace, assert_same, engine_of, plan_of, trace
@@ -143,6 +144,29 @@ def test_recomputation_on_four_ranks_changes_no_bit(name):
 def test_recomputation_with_distributed_experts_changes_no_bit(name):
     ranks, family, fields = EXPERTS[name]
     compare(ranks, moe_recipe(family, **fields), [*AGAIN.values()])
+
+
+def _exchanges(rank: int, recipes: list[Recipe]) -> list[int]:
+    exchanges, exchange = [], dist.all_to_all_single
+    counts = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", lambda *args, **named: exchanges.append(exchange(*args, **named)))
+        for recipe in recipes:
+            plan = plan_of(recipe, 2)
+            engine, batch = engine_of(plan), plan.batch
+            exchanges.clear()
+            engine.train_step(step_batch(0, batch.micro_batch_size, batch.gradient_accumulation_steps, rank, 2))
+            counts.append(len(exchanges) // batch.gradient_accumulation_steps)
+    return counts
+
+
+@pytest.mark.slow
+def test_a_selective_checkpoint_repeats_no_exchange_of_tokens():
+    """Of two layers: numbers and rows to the experts, and rows back; the backward pass exchanges both rows."""
+    kinds = ("none", "selective", "full")
+    recipes = [moe_recipe(**zero(1), **{"parallel.activation_checkpointing": kind}) for kind in kinds]
+    for found in run_ranks(2, _exchanges, recipes):
+        assert found == [2 * 5, 2 * 5, 2 * 8]
 
 
 @needs_liger

@@ -36,10 +36,11 @@ from llmtrain.recipe import ParallelConfig, Recipe
 PRODUCTS = frozenset(
     {
         *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_scaled_mm", "aten::_grouped_mm"),
-        *("transformers::grouped_mm_fallback", "torch_attn::_varlen_attn"),
+        *("transformers::grouped_mm_fallback", "torch_attn::_varlen_attn", "llmtrain::all_to_all"),
     }
 )
-"""Operations whose results `selective` keeps, in addition to those of attention."""
+"""Operations whose results `selective` keeps, in addition to those of attention: products, and the tokens that arrive
+from other ranks."""
 ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn", "llmtrain::varlen")
 """Prefixes of the names of attention kernels. flash-attn registers its operations under `flash_attn` and similar."""
 

@@ -66,9 +66,21 @@ class TorchTensorGroup:
 
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """Exchanges rows of equal width."""
-        arrived = rows.new_empty((sum(received), *rows.shape[1:]))
-        dist.all_to_all_single(arrived, rows.contiguous(), list(received), list(sent), group=self._group)
+        _groups[self._group.group_name] = self._group
+        arrived: Tensor = _all_to_all(rows, list(sent), list(received), self._group.group_name)
         return arrived
+
+
+_groups: dict[str, dist.ProcessGroup] = {}
+"""By name, the groups of `_all_to_all`: an operation takes no objects."""
+
+
+@torch.library.custom_op("llmtrain::all_to_all", mutates_args=())
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: str) -> Tensor:
+    """An operation, so that a selective checkpoint can keep the rows that arrive."""
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=_groups[group])
+    return arrived
 
 
 @dataclass(frozen=True)

@@ -275,7 +275,11 @@ def kept_bytes(plan: Plan, weights: Weights, index: int, tokens: int) -> Kept:
     top_k = facts.experts_per_token if any(weight.is_expert for weight in layer) else 0
     intermediate, slices = _intermediate_size(plan, layer), plan.divisor("matrices")
     queries, keys = (heads * facts.head_dim // slices for heads in (facts.heads, facts.kv_heads))
-    experts = 2 * intermediate + top_k * facts.hidden_size if top_k else 0
+    # With the rows that experts and their tokens' ranks receive, which `selective` keeps, too.
+    rows = top_k * facts.hidden_size
+    if plan.parallel.expert > 1:
+        rows = 3 * rows // plan.parallel.tensor
+    experts = 2 * intermediate + rows if top_k else 0
     attention = widths.computed * queries + 4 * facts.heads // slices
     if plan.recipe.model.attention_kernel == "eager":
         scores = facts.heads // slices * plan.recipe.data.sequence_length

@@ -258,7 +258,9 @@ class CommunicationGroups:
         Each rank of a tensor group sends a part of the group's tokens, and gathers the results.
         """
         dispatched, tensor = self.hidden_states * max(self.plan.model.experts_per_token, 1), self.groups.tensor
-        yield Transfer("all_to_all", ((dispatched / tensor.size, self.groups.expert),), 2 * self._passes(stage))
+        # `selective` keeps the tokens that arrive.
+        passes = 2 * stage.layers if self.share.again == "selective" else self._passes(stage)
+        yield Transfer("all_to_all", ((dispatched / tensor.size, self.groups.expert),), 2 * passes)
         yield Transfer("all_gather", ((self.hidden_states, tensor),), 2 * stage.layers)
 
     def _passes(self, stage: StageParameters) -> int:

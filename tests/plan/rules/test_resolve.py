@@ -146,7 +146,6 @@ REFUSED = [
         "pipeline.tied_accumulation",
         {**PIPELINE, "parallel.precision": "bf16", "parallel.offload_optimizer": "cpu"},
     ),
-    ("expert.stages", {**MOE, **PIPELINE, **DEEPSEEK, "parallel.expert": 2}),
     ("zero.nvme_path", {"parallel.nvme_path": "/nvme"}),
     ("model.attention_precision", {"model.attention": "flash_attention_2"}),
     ("model.attention_precision", {"model.attention": "varlen"}),
