@@ -24,7 +24,6 @@ LIGER = {"kernels.blocks": "liger", "kernels.loss": "liger"}
 COMPILED = {"kernels.blocks": "compiled", "kernels.loss": "compiled"}
 FLEX = {"model.attention": "flex_attention", "kernels.loss": "whole"}
 FP8 = {"kernels.fp8": "rowwise", "kernels.blocks": "compiled", "kernels.loss": "whole"}
-EXPERTS = {"parallel.expert": 8, "model.config.output_router_logits": False}
 LLAMA_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
 LLAMA_8B |= {"num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_405B = LLAMA_8B | {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128}
@@ -70,10 +69,6 @@ def cases() -> dict[str, Case]:
         found[f"flex {family} {precision}"] = Case("FlexAttention", family, FLEX | {"parallel.precision": precision})
     for kind in ("rowwise", "tensorwise"):
         found[f"fp8 {kind}"] = Case("fp8", "llama", FP8 | {"kernels.fp8": kind})
-    for family in ("mixtral", "qwen3_moe"):
-        for precision in ("bf16", "fp32"):
-            fields = EXPERTS | {"parallel.precision": precision}
-            found[f"experts {family} {precision}"] = Case("Experts", family, fields)
     return found
 
 
@@ -125,10 +120,7 @@ def compile_case(device: str, case: Case) -> list[dict[str, Any]] | str:
         plan = _plan(device, case)
     except RecipeError as refusal:
         return str(refusal)
-    if case.group == "Experts":
-        _experts(plan)
-    else:
-        _passes(plan)
+    _passes(plan)
     rounded = {one.name for one in triton_driver.used if one.in_tf32}
     if rounded and WEIGHT_DTYPE[plan.recipe.parallel.precision] == "fp32":
         raise AssertionError(f"a plan with weights in fp32 multiplies in TF32: {', '.join(sorted(rounded))}")
@@ -180,30 +172,6 @@ def _passes(plan: Any) -> None:
         with autocast(precision, "cuda"):
             loss, auxiliary = forward(model, model, batch, torch.device("cuda"))
         (loss if auxiliary is None else loss + auxiliary).sum().backward()
-
-
-def _experts(plan: Any) -> None:
-    """Runs what AutoEP's layer does with the tokens that a rank has received."""
-    import torch
-    from deepspeed.module_inject.auto_ep_layer import permute_by_local_expert, unpermute_by_local_expert
-    from deepspeed.moe.ep_experts import GroupedExperts
-
-    from llmtrain.models.build import model_configuration
-    from llmtrain.models.precision import weight_dtype
-    from llmtrain.plan.ds_config import render
-
-    config, dtype = model_configuration(plan.recipe), weight_dtype(plan.recipe.parallel.precision)
-    inner = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-    ours = plan.model.experts // plan.parallel.expert
-    torch.set_default_dtype(dtype)
-    with shapes(), torch.device("cuda"):
-        without_triton = render(plan)["expert_parallel"]["disable_triton_grouped_mm"]
-        block = GroupedExperts(config.hidden_size, inner, ours, disable_triton_grouped_mm=without_triton)
-        tokens = torch.empty(TOKENS, config.hidden_size, dtype=dtype, requires_grad=True)
-        permuted, *places = permute_by_local_expert(tokens, torch.empty(plan.parallel.expert, ours, dtype=torch.int64))
-        indices, aligned, received = places
-        unpermute_by_local_expert(block(permuted, aligned), indices, received).sum().backward()
-    torch.set_default_dtype(torch.float32)
 
 
 def shapes() -> Any:

@@ -149,9 +149,7 @@ ONE = {
 RANKS = {1: ONE, 2: TWO, 4: FOUR}
 FEW = ("ZeRO-2, bf16", "pipeline")
 """Those that are always tested."""
-TOO_LARGE = {
-    "experts and tensor": "tensor parallel ranks divide some of the experts' tensors: 7% less",
-}
+TOO_LARGE: dict[str, str] = {}
 """Plans that need less than predicted, and why."""
 
 

@@ -190,7 +190,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "tensor": {"parallel.tensor": 2},
     "pipeline tensor": {**PIPELINE, "parallel.tensor": 2},
     "fsdp2": {**ACCELERATE, "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
-    "expert": {"parallel.expert": 2},
 }
 
 

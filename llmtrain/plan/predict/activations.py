@@ -443,12 +443,14 @@ def _feed_forward(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -
     width, intermediate = plan.model.hidden_size, _intermediate_size(plan, layer)
     experts = [weight for weight in layer if weight.is_expert and weight.is_matrix]
     if experts:
-        top_k = plan.model.experts_per_token
-        router = 3 * 4 * plan.model.experts
+        # Each tensor parallel rank sends a part of the tokens to distributed experts.
+        parts = plan.parallel.tensor if plan.parallel.expert > 1 else 1
+        rows, router = plan.model.experts_per_token * width // parts, 3 * 4 * plan.model.experts
         trained = {weight.module for weight in experts if weight.trained}
         # Those of the first product, and of the second one.
-        inputs = top_k * width * bool(trained - {"down_proj"}) + intermediate * bool(trained - FIRST_PRODUCTS)
-        return (top_k * width + 3 * intermediate + inputs) * widths.computed + top_k * INDICES + router
+        inputs = rows * bool(trained - {"down_proj"}) + intermediate * bool(trained - FIRST_PRODUCTS)
+        indices = plan.model.experts_per_token * INDICES // parts
+        return (rows + 3 * intermediate + inputs) * widths.computed + indices + router
     if any("c_fc" in weight.name for weight in layer):  # gelu_new: its input, half of it, tanh, one more; the product
         kept = any(weight.trained and weight.name.startswith("mlp.c_proj") and weight.is_matrix for weight in layer)
         return ((1 if is_fused(plan) else 4) + kept) * widths.computed * intermediate

@@ -107,7 +107,6 @@ MOE = {
     "parallel.expert": 4,
     "batch.global_batch_size": 64,
 }
-DEEPSEEK = {"model.architecture": "deepseek_v3", "model.config": {"num_hidden_layers": 1, "vocab_size": 512}}
 LEGAL = [
     (PIPELINE, GPUS),
     (TENSOR, Cluster(devices_per_node=3, device="h100")),
