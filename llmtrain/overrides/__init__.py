@@ -34,8 +34,8 @@ class Override:
     """Each `module:attribute`, or `module:Class.attribute`.
 
     `module:.name` is looked up in the module's source: only instances have the attribute, or importing takes seconds.
-    `module:function(one, other)` also states the function's parameters, without `self`. With `...` at the end there may
-    be others that have defaults.
+    `module:function(one, other)` also states the function's parameters, without `self`; `one|other` is one whose name
+    depends on the release. With `...` at the end there may be others that have defaults.
     """
     why: str
     """The consequence without it."""
@@ -77,8 +77,12 @@ def _difference(place: str) -> str:
     expected = parameters.split(", ") if parameters else []
     if "..." in expected:
         expected.remove("...")
-        own = [parameter for parameter in own if parameter.name in expected or _is_required(parameter)]
-    if not is_function or [parameter.name for parameter in own] == expected:
+        known = {name for names in expected for name in names.split("|")}
+        own = [parameter for parameter in own if parameter.name in known or _is_required(parameter)]
+    names = [parameter.name for parameter in own]
+    if not is_function or (
+        len(names) == len(expected) and all(a in b.split("|") for a, b in zip(names, expected, strict=True))
+    ):
         return ""
     installed = ", ".join(parameter.name for parameter in _parameters(function))
     return f"has {name}({installed}) instead of {name}({parameters})"
@@ -263,7 +267,7 @@ OVERRIDES = (
     Override(
         (
             "transformers.masking_utils:_preprocess_mask_arguments(config, inputs_embeds, attention_mask, "
-            "past_key_values, position_ids, layer_idx, ...)",
+            "past_key_values|cache, position_ids, layer_idx, ...)",
             "transformers.masking_utils:find_packed_sequence_indices(position_ids)",
         ),
         "Some families make masks without positions, so packed documents see each other; sequence parallel ranks would "
