@@ -4,6 +4,9 @@ Each rank of a group holds a slice of the sequence. Around attention, each rank 
 other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Whatever else a model
 computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router.
 
+An indexer chooses the keys of each token (DeepSeek's sparse attention). A rank chooses those of its own tokens, among
+the keys of the whole sequence.
+
 DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks (`docs/upstream/ulysses_masks.md`) and replaces a function
 of `transformers` for the life of the process. This module uses its exchange without the adapter.
 """
@@ -13,7 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,11 +29,15 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
+from llmtrain.overrides import replaced
 from llmtrain.overrides.transformers import attention_of, defining_module, mask_arguments, router_loss
 
 Group = Any
 """A process group; torch's type for it is not public."""
 Function = Callable[..., Any]
+INDEXED = "llmtrain_indexed"
+"""The name of an attention that gets the keys that an indexer chose. `eager` and `sdpa` would get them as a mask, which
+the family makes as large as the slice."""
 
 
 class Ulysses:
@@ -47,6 +56,10 @@ class Ulysses:
         self._positions = torch.empty(0)
         self._interleaved = False
         self._group_name = register_all_to_all_group(group)
+        self._indexed: list[Any] = []
+        """Attention modules whose keys are chosen by an indexer: their own, or that of an earlier layer."""
+        if self._attention in ("eager", "sdpa"):
+            self._indexed = [module for module in model.modules() if hasattr(module, "indexer")]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -59,6 +72,11 @@ class Ulysses:
         with ExitStack() as stack:
             ALL_ATTENTION_FUNCTIONS[self._attention] = attention
             stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, self._attention)
+            if self._indexed:
+                ALL_ATTENTION_FUNCTIONS[INDEXED] = attention
+                stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, INDEXED)
+            for indexed in self._indexed:
+                stack.enter_context(self._choose_keys(indexed))
             stack.enter_context(mask_arguments(self._whole_masks))
             stack.enter_context(router_loss(self._model, self._whole_router_loss))
             yield
@@ -85,8 +103,32 @@ class Ulysses:
         self._positions = self._whole(position_ids)
         self._interleaved = True
 
-    def _whole(self, position_ids: Tensor) -> Tensor:
-        return self._all_to_all([position_ids] * self.size, join=1)
+    def _whole(self, part: Tensor) -> Tensor:
+        """Returns [batch, T, ...] of the whole sequence, given this rank's slice."""
+        return self._all_to_all([part] * self.size, join=1)
+
+    @contextmanager
+    def _choose_keys(self, attention: Any) -> Iterator[None]:
+        """A context in which an indexer chooses among the keys of the whole sequence, for the tokens of this slice."""
+        config = copy(attention.config)
+        config._attn_implementation = INDEXED
+        with replaced((attention, "config", config)):
+            if attention.indexer is None:  # the layer uses the choice of an earlier one
+                yield
+                return
+            hook = attention.indexer.register_forward_pre_hook(self._read_whole_keys, with_kwargs=True)
+            try:
+                yield
+            finally:
+                hook.remove()
+
+    def _read_whole_keys(self, indexer: nn.Module, args: Any, named: Any) -> tuple[Any, dict[str, Any]]:
+        """Gives an indexer the rows of the mask for its tokens, and the keys of all tokens as if from a cache."""
+        given = signature(indexer.forward).bind(*args, **named)
+        mask: Tensor = given.arguments["attention_mask"]
+        given.arguments["attention_mask"] = mask.chunk(self.size, dim=-2)[self.rank]
+        given.arguments["past_key_values"] = _WholeKeys(self._whole)
+        return given.args, given.kwargs
 
     def _attend(
         self,
@@ -109,6 +151,9 @@ class Ulysses:
         share = _HeadShare(module, query.shape[1] // key.shape[1], own_sinks)
         if "s_aux" in kwargs:  # the sinks again, as a fused kernel takes them
             kwargs["s_aux"] = share.sinks
+        chosen = kwargs.pop("indices", None)
+        if chosen is not None:
+            attention_mask = _without_others(attention_mask, self._whole(chosen), key.shape[2])
         positions = kwargs.get("position_ids")
         if positions is not None:  # a kernel without masks finds the documents in the positions
             # With interleaved micro-batches, a backward pass may recompute the attention of an earlier one.
@@ -137,6 +182,24 @@ class Ulysses:
     def _whole_router_loss(self, original: Function, logits: tuple[Tensor, ...], *rest: Any, **named: Any) -> Any:
         """Computes the router loss, a product of two means over tokens, from the tokens of all slices."""
         return original(tuple(self._all_to_all([layer] * self.size, join=0) for layer in logits), *rest, **named)
+
+
+class _WholeKeys:
+    """A cache as an indexer sees it, with the keys of the whole sequence."""
+
+    def __init__(self, whole: Callable[[Tensor], Tensor]) -> None:
+        self._whole = whole
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        """Returns the keys [batch, T, head_dim] of all slices, given those of this one."""
+        return self._whole(keys)
+
+
+def _without_others(mask: Tensor, chosen: Tensor, length: int) -> Tensor:
+    """Returns a mask [batch, 1, T, T], in which each token attends to chosen keys only. chosen: [batch, T, keys]."""
+    others = chosen.new_ones((*chosen.shape[:2], length), dtype=torch.bool).scatter(-1, chosen.long(), False)
+    others = others.unsqueeze(1)
+    return mask & ~others if mask.dtype == torch.bool else mask.masked_fill(others, torch.finfo(mask.dtype).min)
 
 
 class _HeadShare:
