@@ -59,6 +59,7 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_b
 """Names for the number of layers."""
 _LAYER_NUMBERS = ("full_attn_idxs", "moe_layers", "mlp_only_layers", "hybrid_layer_ids", "cross_attention_layers")
 """Lists whose values are layer numbers."""
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _NOISE = ("dropout", "pdrop", "layerdrop", "jitter")
 _UNDECLARED = (
     *("head_dim", "num_attention_heads", "num_key_value_heads", "n_routed_experts", "n_shared_experts"),
@@ -162,6 +163,8 @@ def _field(name: str, value: Any, total: int, kept: list[int]) -> Any:
 def _size(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         return value
+    if name in _CHOSEN_EXPERTS:
+        return min(value, SIZES[name])  # some families allow one only
     return SIZES.get(name, value)
 
 
