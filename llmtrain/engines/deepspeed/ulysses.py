@@ -4,6 +4,8 @@ Each rank of a group holds a slice of the sequence. Around attention, each rank 
 other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Whatever else a model
 computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router.
 
+A family that computes attention itself exchanges what its projections return (`own_attention.py`).
+
 An indexer chooses the keys of each token (DeepSeek's sparse attention). A rank chooses those of its own tokens, among
 the keys of the whole sequence.
 
@@ -29,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
+from llmtrain.engines.deepspeed.own_attention import SequenceRanks, exchanged_projections, own_attention
 from llmtrain.overrides import replaced
 from llmtrain.overrides.transformers import attention_of, defining_module, mask_arguments, router_loss
 
@@ -56,6 +59,7 @@ class Ulysses:
         self._positions = torch.empty(0)
         self._interleaved = False
         self._group_name = register_all_to_all_group(group)
+        self._has_own_attention = bool(own_attention(model))
         self._indexed: list[Any] = []
         """Attention modules whose keys are chosen by an indexer: their own, or that of an earlier layer."""
         if self._attention in ("eager", "sdpa"):
@@ -77,6 +81,9 @@ class Ulysses:
                 stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, INDEXED)
             for indexed in self._indexed:
                 stack.enter_context(self._choose_keys(indexed))
+            if self._has_own_attention:
+                ranks = SequenceRanks(self.rank, self.size, self._all_to_all, self._whole)
+                stack.enter_context(exchanged_projections(self._model, ranks))
             stack.enter_context(mask_arguments(self._whole_masks))
             stack.enter_context(router_loss(self._model, self._whole_router_loss))
             yield

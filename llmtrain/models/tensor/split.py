@@ -42,9 +42,9 @@ from llmtrain.models.tensor.collectives import (
 )
 from llmtrain.models.tensor.sequence_parallel import EXPERTS, SequenceParallel, sublayer_of
 from llmtrain.models.tensor.usual_plan import (
-    BIASES_OF_HEADS,
-    COUNTS_OF_HEADS,
+    QKV,
     attention_modules,
+    biases_of_heads,
     divide_counts,
     parametric_activations,
     plan_of_experts,
@@ -119,13 +119,10 @@ class TensorParallel:
             self._sequence_parallel.install(model)
 
     def _own_bias(self, attention: nn.Module, args: Any, named: Any) -> tuple[Any, dict[str, Any]]:
-        """Keeps the biases of the scores of this rank's heads, given [heads, ...] or [batch · heads, ...] of all."""
+        """Keeps the biases of the scores of this rank's heads, given those of all."""
         given = signature(attention.forward).bind(*args, **named)
-        for name in BIASES_OF_HEADS:
-            bias: Tensor | None = given.arguments.get(name)
-            if bias is not None:
-                shard = Shard(0, blocks=len(bias) // (self.group.size * heads_of(attention)))
-                given.arguments[name] = scatter_to_tensor_parallel(bias, self.group, shard)
+        for name, shard in biases_of_heads(attention, given.arguments, self.group.size):
+            given.arguments[name] = scatter_to_tensor_parallel(given.arguments[name], self.group, shard)
         return given.args, given.kwargs
 
     def split_adapter(self, name: str, base: Any, inner: nn.Linear, outer: nn.Linear, config: PreTrainedConfig) -> None:
@@ -142,9 +139,11 @@ class TensorParallel:
                 block.prepare_whole_parameter(inner.weight)
                 block.prepare_whole_parameter(outer.weight)
             return
-        if shard is None or not isinstance(base, nn.Linear):
+        if shard is None or not isinstance(base, (nn.Linear, Conv1D)):
             raise no_split(config, f"an adapter of {name} has no split like that of the layer ('{style}')")
         split_layer: Any
+        if isinstance(base, Conv1D):
+            shard = replace(shard, dim=1 - shard.dim)
         split_layer, unsplit = (inner, outer) if shard.dim else (outer, inner)
         block.prepare_whole_parameter(unsplit.weight)
         split_layer.weight.data = shard.part(split_layer.weight.data, self.group.rank, self.group.size)
@@ -335,12 +334,6 @@ def _latent_keys(module: nn.Module, block: TensorParallelBlock, config: PreTrain
     module.forward = run
 
 
-def heads_of(attention: nn.Module) -> int:
-    """Returns the number of heads that attention counts."""
-    counts = (vars(attention).get(name) for name in COUNTS_OF_HEADS)
-    return next(count for count in counts if isinstance(count, int))
-
-
 def _no_shard(dimensions: int) -> None:
     return None
 
@@ -364,7 +357,7 @@ STYLES: Mapping[str, Style] = {
     "rowwise_split_input": _SCATTERED,
     "rowwise_rep": _SCATTERED,
     "packed_colwise": Style(partial(_shard_outputs, blocks=2), _column_parallel),
-    "qkv_colwise": Style(partial(_shard_outputs, blocks=3), _column_parallel),
+    QKV: Style(partial(_shard_outputs, blocks=3), _column_parallel),
     "packed_rowwise": Style(partial(_shard_inputs, blocks=2), _wrap_forward(_row_parallel)),
     "embedding_rowwise": Style(lambda _: Shard(0), _wrap_forward(_vocabulary_parallel_embedding), can_stay_whole=True),
     "embedding_colwise": Style(lambda _: Shard(1), _wrap_forward(_column_parallel_embedding), can_stay_whole=True),

@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from llmtrain.models.tensor.collectives import Shard
+
 QUERIES = frozenset({"q_proj", "query", "query_key_value", "Wq", "q", "wq", "c_attn", "Wqkv"})
 COLUMNS = QUERIES | frozenset(
     {
@@ -37,6 +39,8 @@ PARAMETERS_OF_HEADS = ("sinks",)
 """Parameters of attention with an element for each head."""
 NORMS_OF_COLUMNS = ("attn_sub_norm", "ffn_sub_norm")
 """Norms of the inputs of a matrix in `ROWS`, which need those of all ranks."""
+QKV = "qkv_colwise"
+"""The style of a matrix in `BLOCKS_OF_HEADS`."""
 COUNTS_OF_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 COUNTS = (
     *COUNTS_OF_HEADS,
@@ -84,7 +88,7 @@ def _style_of_columns(model: nn.Module, name: str, rows: list[str]) -> str:
     """Returns the style of a matrix whose outputs are split."""
     (outputs, _), (_, inputs) = (_size(model.get_submodule(one)) for one in (name, rows[0]))
     if name.rpartition(".")[2] in BLOCKS_OF_HEADS:
-        return "qkv_colwise"
+        return QKV
     is_gated = not _is_attention([name]) and outputs == 2 * inputs
     return "packed_colwise" if is_gated else "colwise"
 
@@ -109,7 +113,8 @@ def plan_of_experts(model: nn.Module) -> dict[str, str]:
 
 
 def _size(matrix: Any) -> tuple[int, int]:
-    """Returns the numbers of outputs and inputs of a matrix."""
+    """Returns the numbers of outputs and inputs of a matrix, which may have an adapter."""
+    matrix = getattr(matrix, "base_layer", matrix)
     outputs, inputs = reversed(matrix.weight.shape) if isinstance(matrix, Conv1D) else matrix.weight.shape
     return outputs, inputs
 
@@ -130,9 +135,34 @@ def with_queries(model: nn.Module) -> Iterator[str]:
     return (name for name, _ in model.named_modules() if name.rpartition(".")[2] in QUERIES)
 
 
+def split_attention(model: nn.Module) -> Iterator[tuple[str, dict[nn.Module, Shard], nn.Module]]:
+    """Yields, for each attention, its name, its projections with the columns that a rank's heads need, and its last one.
+
+    The columns are those of an activation [batch, sequence, columns].
+    """
+    for name, columns, rows in _pairs(model):
+        if _is_attention(columns):
+            styles = {column: _style_of_columns(model, column, rows) for column in columns}
+            shards = {name: Shard(-1, 3 if style == QKV else 1) for name, style in styles.items()}
+            projections = {model.get_submodule(column): shard for column, shard in shards.items()}
+            yield name, projections, model.get_submodule(rows[0])
+
+
 def takes_bias_of_heads(attention: nn.Module) -> bool:
     """Whether attention gets a bias of the scores of all heads."""
     return any(name in BIASES_OF_HEADS for name in signature(attention.forward).parameters)
+
+
+def biases_of_heads(attention: nn.Module, arguments: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, Shard]]:
+    """Yields the biases among the arguments of attention, and the part of the heads that it counts.
+
+    A bias is [heads, ...] or [batch · heads, ...] of all heads. ranks: how many times as many they are.
+    """
+    counts = (vars(attention).get(name) for name in COUNTS_OF_HEADS)
+    heads = ranks * next(count for count in counts if isinstance(count, int))
+    for name in BIASES_OF_HEADS:
+        if arguments.get(name) is not None:
+            yield name, Shard(0, blocks=len(arguments[name]) // heads)
 
 
 def divide_counts(attention: nn.Module, degree: int) -> None:
@@ -148,10 +178,11 @@ def _pairs(model: nn.Module) -> Iterator[tuple[str, list[str], list[str]]]:
     for name, module in model.named_modules():
         if not re.search(r"\.\d+(\.|$)", name):
             continue
-        linear = {child: one for child, one in module.named_children() if isinstance(one, (nn.Linear, Conv1D))}
+        bases = {child: getattr(one, "base_layer", one) for child, one in module.named_children()}  # of an adapter
+        linear = {child: one for child, one in bases.items() if isinstance(one, (nn.Linear, Conv1D))}
         columns, rows = ([f"{name}.{child}" for child in linear if child in names] for names in (COLUMNS, ROWS))
         blocks = [child for child in linear if child in BLOCKS_OF_HEADS]
-        if blocks and rows and _size(linear[blocks[0]])[0] != 3 * _size(model.get_submodule(rows[0]))[1]:
+        if blocks and rows and _size(linear[blocks[0]])[0] != 3 * _size(linear[rows[0].rpartition(".")[2]])[1]:
             continue  # with fewer keys than queries
         if columns and rows and (len(rows) == 1 or _is_attention(columns)):  # a router has several in sequence
             yield name, columns, rows
