@@ -13,9 +13,10 @@ documents are therefore not compiled in: the compiler only sees a tensor whose l
 
 from __future__ import annotations
 
+import dis
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
+from llmtrain.data import Documents
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import cpu
 from llmtrain.overrides.torch import mark_dynamic_length, varlen_backward
@@ -43,8 +45,9 @@ OLDEST_GPU = (8, 0)
 NEWEST_GPU = {"flash_attention_3": (10, 0)}
 """Compute capability from which on there is no machine code (`hopper/setup.py` in flash-attn's source)."""
 _UNSUPPORTED = {
-    "softcap": "caps its scores",
+    "softcap": "caps its scores, which of the kernels only flash_attention_2 does",
     "position_bias": "adds a bias to its scores",
+    "indices": "attends to the tokens that an indexer chooses, with a mask",
     "cache": "reads a cache",
 }
 """Arguments of an attention function that neither implementation supports, and what a model that passes them does."""
@@ -156,6 +159,52 @@ def varying_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(*args, **kwargs)
 
     return run
+
+
+class _ReceivesBoundaries:
+    """An attention module that gets boundaries from its layer."""
+
+    boundaries: Mapping[str, Any] = {}
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        parent: Any = super()
+        return parent.forward(*args, **self.boundaries, **named)
+
+
+class _PassesBoundaries:
+    """A decoder layer whose own code does not pass boundaries on to its attention."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        parent: Any = super()
+        boundaries = {name: named[name] for name in Documents.NAMES if name in named}
+        for child in parent.children():
+            if isinstance(child, _ReceivesBoundaries):
+                child.boundaries = boundaries
+        return parent.forward(*args, **named)
+
+
+def pass_boundaries(model: nn.Module) -> None:
+    """Lets boundaries reach attention where a layer takes further arguments, but passes them to nothing."""
+    for layer in model.modules():
+        attention = [child for child in layer.children() if _further_arguments(child)]
+        further = _further_arguments(layer)
+        if further and attention and not _reads(layer, further):
+            for module, kind in ((layer, _PassesBoundaries), *((child, _ReceivesBoundaries) for child in attention)):
+                own = type(module)
+                module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
+
+
+def _further_arguments(module: nn.Module) -> str:
+    """Returns the name of the parameter with which a module of `transformers` takes further arguments, if it does."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    is_family = type(module).__module__.startswith("transformers.models.")
+    return next((one.name for one in parameters if is_family and one.kind is one.VAR_KEYWORD), "")
+
+
+def _reads(module: nn.Module, name: str) -> bool:
+    """Whether the forward method of a module reads one of its parameters."""
+    code = dis.get_instructions(inspect.unwrap(type(module).forward))
+    return any(name in (one.argval if isinstance(one.argval, tuple) else (one.argval,)) for one in code)
 
 
 def _attend_by_kernel(

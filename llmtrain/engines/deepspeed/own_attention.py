@@ -19,10 +19,7 @@ from transformers import PreTrainedModel
 from llmtrain.models.tensor.collectives import HIDDEN_SHARD, SEQUENCE_SHARD, Shard
 from llmtrain.models.tensor.usual_plan import COUNTS, biases_of_heads, split_attention
 from llmtrain.overrides import replaced
-from llmtrain.overrides.transformers import defining_module
 
-ALIBI = "build_alibi_tensor"
-"""The function with which families compute ALiBi from a mask of padding."""
 _OF_TOKENS = ("position_ids", "position_embeddings")
 """Arguments of attention that have a row for each token of the sequence."""
 
@@ -46,26 +43,18 @@ def own_attention(model: PreTrainedModel) -> list[nn.Module]:
     return [model.get_submodule(name) for name, *_ in split_attention(model)]
 
 
-def _names_in_forward(module: nn.Module) -> tuple[str, ...]:
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return () if code is None else code.co_names
+def _names_in_forward(module: nn.Module) -> set[str]:
+    methods = (inspect.unwrap(kind.forward) for kind in type(module).__mro__ if "forward" in vars(kind))
+    return {name for method in methods if (code := getattr(method, "__code__", None)) for name in code.co_names}
 
 
 @contextmanager
 def exchanged_projections(model: PreTrainedModel, ranks: SequenceRanks) -> Iterator[None]:
     """A context in which each rank computes the attention of its share of the heads, for the whole sequence."""
-    family = defining_module(model)
     with ExitStack() as stack:
         for name, columns, row in split_attention(model):
             stack.enter_context(_Exchange(model.get_submodule(name), ranks).active(columns, row))
-        if alibi := getattr(family, ALIBI, None):
-            stack.enter_context(replaced((family, ALIBI, _with_whole_mask(alibi, ranks))))
         yield
-
-
-def _with_whole_mask(alibi: Callable[..., Tensor], ranks: SequenceRanks) -> Callable[..., Tensor]:
-    """Makes the function compute ALiBi for the whole sequence. Its mask is all ones, since nothing is padded."""
-    return lambda mask, *args, **named: alibi(ranks.whole(mask), *args, **named)
 
 
 class _Exchange:
@@ -111,7 +100,9 @@ class _Exchange:
                 is_one = isinstance(value, Tensor)
                 given.arguments[name] = self._ranks.whole(value) if is_one else tuple(map(self._ranks.whole, value))
         for name, shard in biases_of_heads(attention, given.arguments, self._ranks.size):
-            given.arguments[name] = shard.part(given.arguments[name], self._ranks.rank, self._ranks.size)
+            if (bias := given.arguments[name]).shape[-1] == length:
+                raise ValueError("it biases the scores of attention by positions that it counts in each slice")
+            given.arguments[name] = shard.part(bias, self._ranks.rank, self._ranks.size)
         return given.args, given.kwargs
 
     def _share_heads(self, shard: Shard) -> Callable[..., Tensor]:
