@@ -102,6 +102,9 @@ def varlen_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("the document boundaries do not reach its attention")
     rows, _, length, width = query.shape
+    chunk = _chunk_size(module)
+    if chunk is not None and chunk < length:
+        cu_seq_lens_q, max_length_q = _cut_chunks(cu_seq_lens_q, max_length_q, rows, length, chunk)
     states = (_flatten_batch(query), _flatten_batch(key), _flatten_batch(value))
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.to(torch.promote_types(states[0].dtype, torch.float32))
@@ -113,6 +116,24 @@ def varlen_attention(
     else:
         output = _attend_per_document(*states, cu_seq_lens_q, scale, sliding_window, sinks)
     return output.view(rows, length, *output.shape[1:]), None
+
+
+def _chunk_size(module: nn.Module) -> int | None:
+    """Returns how many tokens of a row attend to each other in this layer; None if there is no limit (Llama 4)."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    is_chunked = kinds is not None and layer is not None and kinds[layer] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) if is_chunked else None
+
+
+def _cut_chunks(
+    bounds: Tensor, longest: int | Tensor, rows: int, length: int, chunk: int
+) -> tuple[Tensor, int | Tensor]:
+    """Cuts documents into the chunks of each row. Where a document begins with a chunk, an empty one precedes it."""
+    starts = torch.arange(0, length, chunk, dtype=bounds.dtype, device=bounds.device)
+    row_starts = torch.arange(rows, dtype=bounds.dtype, device=bounds.device) * length
+    cut = torch.cat([bounds, (row_starts[:, None] + starts).flatten()]).sort().values
+    return cut, longest.clamp(max=chunk) if isinstance(longest, Tensor) else min(longest, chunk)
 
 
 def no_mask(*sizes: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **others: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,38 +36,36 @@ class SequenceRanks:
     """Returns [batch, T, ...] of the whole sequence, given this rank's slice."""
 
 
-def own_attention(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the attention modules of a family that computes all attention itself."""
-    if any("ALL_ATTENTION_FUNCTIONS" in _names_in_forward(module) for module in model.modules()):
+def exchanges(model: PreTrainedModel, ranks: SequenceRanks) -> list[Exchange]:
+    """Returns what is exchanged in a family that computes all attention itself; nothing for other models."""
+    is_family = type(model).__module__.startswith("transformers")  # a user's own model calls a function of the table
+    if not is_family or any("ALL_ATTENTION_FUNCTIONS" in names_in_forward(module) for module in model.modules()):
         return []
-    return [model.get_submodule(name) for name, *_ in split_attention(model)]
+    return [Exchange(*parts, ranks) for parts in split_attention(model)]
 
 
-def _names_in_forward(module: nn.Module) -> set[str]:
+def names_in_forward(module: nn.Module) -> set[str]:
+    """Returns the global names and attributes that the forward method of a module reads."""
     methods = (inspect.unwrap(kind.forward) for kind in type(module).__mro__ if "forward" in vars(kind))
     return {name for method in methods if (code := getattr(method, "__code__", None)) for name in code.co_names}
 
 
-@contextmanager
-def exchanged_projections(model: PreTrainedModel, ranks: SequenceRanks) -> Iterator[None]:
-    """A context in which each rank computes the attention of its share of the heads, for the whole sequence."""
-    with ExitStack() as stack:
-        for name, columns, row in split_attention(model):
-            stack.enter_context(_Exchange(model.get_submodule(name), ranks).active(columns, row))
-        yield
-
-
-class _Exchange:
+class Exchange:
     """What is exchanged around the code of one attention module."""
 
-    def __init__(self, attention: nn.Module, ranks: SequenceRanks) -> None:
+    def __init__(
+        self, attention: nn.Module, projections: dict[nn.Module, Shard], last: nn.Module, ranks: SequenceRanks
+    ) -> None:
+        """projections: with the columns that the heads of a rank need."""
         self._attention = attention
+        self._projections = projections
+        self._last = last
         self._ranks = ranks
         self._slice: Tensor | None = None
 
     @contextmanager
-    def active(self, columns: dict[nn.Module, Shard], row: nn.Module) -> Iterator[None]:
-        """columns: the projections, and the columns of a share of the heads. row: the last projection."""
+    def active(self) -> Iterator[None]:
+        """A context in which the attention computes a share of the heads, for the whole sequence."""
         counts = [
             (self._attention, name, count // self._ranks.size)
             for name in COUNTS
@@ -75,9 +73,9 @@ class _Exchange:
         ]
         hooks = [
             self._attention.register_forward_pre_hook(self._show_whole_length, with_kwargs=True),
-            row.register_forward_pre_hook(self._return_tokens),
+            self._last.register_forward_pre_hook(self._return_tokens),
         ]
-        for projection, shard in columns.items():
+        for projection, shard in self._projections.items():
             hooks.append(projection.register_forward_pre_hook(lambda *_: self._slice))
             hooks.append(projection.register_forward_hook(self._share_heads(shard)))
         try:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.deepspeed.own_attention import SequenceRanks, exchanged_projections, own_attention
+from llmtrain.engines.deepspeed.own_attention import SequenceRanks, exchanges, names_in_forward
 from llmtrain.overrides import replaced
 from llmtrain.overrides.transformers import attention_of, defining_module, mask_arguments, router_loss
 
@@ -59,9 +59,10 @@ class Ulysses:
         self._positions = torch.empty(0)
         self._interleaved = False
         self._group_name = register_all_to_all_group(group)
-        self._has_own_attention = bool(own_attention(model))
+        self._exchanges = exchanges(model, SequenceRanks(self.rank, self.size, self._all_to_all, self._whole))
         self._indexed: list[Any] = []
         """Attention modules whose keys are chosen by an indexer: their own, or that of an earlier layer."""
+        self._counting = [] if self._exchanges else [one for one in model.modules() if _counts_positions(one)]
         if self._attention in ("eager", "sdpa"):
             self._indexed = [module for module in model.modules() if hasattr(module, "indexer")]
 
@@ -81,9 +82,11 @@ class Ulysses:
                 stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, INDEXED)
             for indexed in self._indexed:
                 stack.enter_context(self._choose_keys(indexed))
-            if self._has_own_attention:
-                ranks = SequenceRanks(self.rank, self.size, self._all_to_all, self._whole)
-                stack.enter_context(exchanged_projections(self._model, ranks))
+            for exchange in self._exchanges:
+                stack.enter_context(exchange.active())
+            for module in self._counting:
+                hook = module.register_forward_pre_hook(self._continue_counting, with_kwargs=True)
+                stack.callback(hook.remove)
             stack.enter_context(mask_arguments(self._whole_masks))
             stack.enter_context(router_loss(self._model, self._whole_router_loss))
             yield
@@ -134,7 +137,14 @@ class Ulysses:
         given = signature(indexer.forward).bind(*args, **named)
         mask: Tensor = given.arguments["attention_mask"]
         given.arguments["attention_mask"] = mask.chunk(self.size, dim=-2)[self.rank]
-        given.arguments["past_key_values"] = _WholeKeys(self._whole)
+        given.arguments["past_key_values"] = _Slices(self._whole)
+        return given.args, given.kwargs
+
+    def _continue_counting(self, attention: nn.Module, args: Any, named: Any) -> tuple[Any, dict[str, Any]]:
+        """Lets attention count the positions of this slice after those of the slices before it, as if in a cache."""
+        given = signature(attention.forward).bind(*args, **named)
+        length = next(value for value in given.arguments.values() if isinstance(value, Tensor)).shape[1]
+        given.arguments["past_key_values"] = _Slices(self._whole, before=self.rank * length)
         return given.args, given.kwargs
 
     def _attend(
@@ -191,15 +201,30 @@ class Ulysses:
         return original(tuple(self._all_to_all([layer] * self.size, join=0) for layer in logits), *rest, **named)
 
 
-class _WholeKeys:
-    """A cache as an indexer sees it, with the keys of the whole sequence."""
+class _Slices:
+    """The slices of a sequence as a cache, for code of attention that continues one."""
 
-    def __init__(self, whole: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, whole: Callable[[Tensor], Tensor], before: int = 0) -> None:
+        """before: number of tokens in the slices before this one."""
         self._whole = whole
+        self._before = before
+
+    def get_seq_length(self, layer: int) -> int:
+        """Returns the number of tokens before this slice."""
+        return self._before
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of this slice, which attention exchanges."""
+        return key, value
 
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
-        """Returns the keys [batch, T, head_dim] of all slices, given those of this one."""
+        """Returns an indexer's keys [batch, T, head_dim] of all slices, given those of this one."""
         return self._whole(keys)
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Whether attention counts positions after those in its cache. A scale of Llama 4's queries depends on them."""
+    return hasattr(module, "layer_idx") and "get_seq_length" in names_in_forward(module)
 
 
 def _without_others(mask: Tensor, chosen: Tensor, length: int) -> Tensor:

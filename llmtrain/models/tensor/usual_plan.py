@@ -113,10 +113,9 @@ def plan_of_experts(model: nn.Module) -> dict[str, str]:
 
 
 def _size(matrix: Any) -> tuple[int, int]:
-    """Returns the numbers of outputs and inputs of a matrix, which may have an adapter."""
+    """Returns the numbers of outputs and inputs of a matrix, which may have an adapter, and may be partitioned."""
     matrix = getattr(matrix, "base_layer", matrix)
-    outputs, inputs = reversed(matrix.weight.shape) if isinstance(matrix, Conv1D) else matrix.weight.shape
-    return outputs, inputs
+    return (matrix.nf, matrix.nx) if isinstance(matrix, Conv1D) else (matrix.out_features, matrix.in_features)
 
 
 def parametric_activations(model: PreTrainedModel) -> dict[str, str]:
@@ -135,17 +134,17 @@ def with_queries(model: nn.Module) -> Iterator[str]:
     return (name for name, _ in model.named_modules() if name.rpartition(".")[2] in QUERIES)
 
 
-def split_attention(model: nn.Module) -> Iterator[tuple[str, dict[nn.Module, Shard], nn.Module]]:
-    """Yields, for each attention, its name, its projections with the columns that a rank's heads need, and its last one.
+def split_attention(model: nn.Module) -> Iterator[tuple[nn.Module, dict[nn.Module, Shard], nn.Module]]:
+    """Yields each attention, its projections with the columns that the heads of a rank need, and its last projection.
 
     The columns are those of an activation [batch, sequence, columns].
     """
     for name, columns, rows in _pairs(model):
         if _is_attention(columns):
             styles = {column: _style_of_columns(model, column, rows) for column in columns}
-            shards = {name: Shard(-1, 3 if style == QKV else 1) for name, style in styles.items()}
+            shards = {column: Shard(-1, blocks=3 if style == QKV else 1) for column, style in styles.items()}
             projections = {model.get_submodule(column): shard for column, shard in shards.items()}
-            yield name, projections, model.get_submodule(rows[0])
+            yield model.get_submodule(name), projections, model.get_submodule(rows[0])
 
 
 def takes_bias_of_heads(attention: nn.Module) -> bool:

@@ -34,7 +34,7 @@ _SIZES: dict[int, str] = {
     "state_size ssm_state_size time_step_rank mamba_dt_rank index_topk indexer_budget kv_lora_rank "
     "q_lora_rank o_lora_rank d_rel laurel_rank adapter_rank gated_norm_rank hc_lowrank "
     "hidden_size_per_layer_input block_multiple_of prompt_types prompt_length segment_types "
-    "index_block_size rel_extent split_ngram_parts",
+    "index_block_size rel_extent split_ngram_parts floor_scale log_scaling_n_floor",
     4: "num_attention_heads n_head n_heads attention_heads linear_num_value_heads linear_num_heads "
     "swa_num_attention_heads indexer_n_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts num_query_groups heads_per_ngram zero_expert_num",
