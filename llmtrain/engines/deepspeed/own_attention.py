@@ -39,9 +39,14 @@ class SequenceRanks:
 def exchanges(model: PreTrainedModel, ranks: SequenceRanks) -> list[Exchange]:
     """Returns what is exchanged in a family that computes all attention itself; nothing for other models."""
     is_family = type(model).__module__.startswith("transformers")  # a user's own model calls a function of the table
-    if not is_family or any("ALL_ATTENTION_FUNCTIONS" in names_in_forward(module) for module in model.modules()):
+    if not is_family or any(map(calls_table, model.modules())):
         return []
     return [Exchange(*parts, ranks) for parts in split_attention(model)]
+
+
+def calls_table(module: nn.Module) -> bool:
+    """Whether a module calls a function of `transformers`' table of attention."""
+    return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
 
 
 def names_in_forward(module: nn.Module) -> set[str]:

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.deepspeed.own_attention import SequenceRanks, exchanges, names_in_forward
+from llmtrain.engines.deepspeed.own_attention import SequenceRanks, calls_table, exchanges, names_in_forward
 from llmtrain.overrides import replaced
 from llmtrain.overrides.transformers import attention_of, defining_module, mask_arguments, router_loss
 
@@ -64,7 +64,7 @@ class Ulysses:
         """Attention modules whose keys are chosen by an indexer: their own, or that of an earlier layer."""
         self._counting = [] if self._exchanges else [one for one in model.modules() if _counts_positions(one)]
         if self._attention in ("eager", "sdpa"):
-            self._indexed = [module for module in model.modules() if hasattr(module, "indexer")]
+            self._indexed = [one for one in model.modules() if hasattr(one, "indexer") and calls_table(one)]
 
     @contextmanager
     def active(self) -> Iterator[None]:

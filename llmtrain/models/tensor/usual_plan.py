@@ -157,10 +157,10 @@ def biases_of_heads(attention: nn.Module, arguments: Mapping[str, Any], ranks: i
 
     A bias is [heads, ...] or [batch · heads, ...] of all heads. ranks: how many times as many they are.
     """
-    counts = (vars(attention).get(name) for name in COUNTS_OF_HEADS)
-    heads = ranks * next(count for count in counts if isinstance(count, int))
     for name in BIASES_OF_HEADS:
         if arguments.get(name) is not None:
+            counts = (vars(attention).get(count) for count in COUNTS_OF_HEADS)
+            heads = ranks * next(count for count in counts if isinstance(count, int))
             yield name, Shard(0, blocks=len(arguments[name]) // heads)
 
 
