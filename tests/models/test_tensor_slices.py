@@ -36,8 +36,8 @@ SUMS = {
     "inkling_text": 4,  # routed and shared experts
 }
 """Biases, norms of heads, scaled and tied embeddings, fused projections, norms of all heads, attention beside
-feed-forward, experts, latent attention, other mixers, transposed matrices, queries, keys and values in one matrix, ALiBi,
-norms within attention; and the sums of activations over the ranks in a layer."""
+feed-forward, experts, latent attention, other mixers, transposed matrices, queries, keys and values in one matrix,
+ALiBi, norms within attention; and the sums of activations over the ranks in a layer."""
 
 
 def tiny(family: str, **fields):

@@ -309,7 +309,9 @@ def _biases(bias: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
 
 def _gathered_input(module: nn.Module, forward: Forward, block: TensorParallelBlock) -> Forward:
     """For a norm of the columns of all ranks, each of which keeps its own columns."""
-    return lambda value: scatter_to_tensor_parallel(forward(gather_from_tensor_parallel(value, block.group)), block.group)
+    return lambda value: scatter_to_tensor_parallel(
+        forward(gather_from_tensor_parallel(value, block.group)), block.group
+    )
 
 
 def _identity(module: nn.Module, forward: Forward, block: TensorParallelBlock) -> Forward:
@@ -375,8 +377,9 @@ STYLES: Mapping[str, Style] = {
 def plan_split(model: PreTrainedModel, degree: int, whole: Part = "") -> DeclaredSplit:
     """Returns how the model's own plan splits it among `degree` ranks; the model may be on the meta device.
 
-    whole: the part of each layer that is left unsplit. A module with whole inputs and outputs (head, embedding) is left unsplit if its size is not a multiple of the
-    degree, or if it shares its weight with a module that is sharded differently. Raises FamilyError.
+    whole: the part of each layer that is left unsplit. A module with whole inputs and outputs (head, embedding) is left
+    unsplit if its size is not a multiple of the degree, or if it shares its weight with a module that is sharded
+    differently. Raises FamilyError.
     """
     plan, config = dict(model.tp_plan or {}), model.config
     usual = {} if splits_layers(plan) else usual_plan(model)
