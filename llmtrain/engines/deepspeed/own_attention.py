@@ -51,7 +51,7 @@ def calls_table(module: nn.Module) -> bool:
 
 def names_in_forward(module: nn.Module) -> set[str]:
     """Returns the global names and attributes that the forward method of a module reads."""
-    methods = (inspect.unwrap(kind.forward) for kind in type(module).__mro__ if "forward" in vars(kind))
+    methods = (inspect.unwrap(vars(kind)["forward"]) for kind in type(module).__mro__ if "forward" in vars(kind))
     return {name for method in methods if (code := getattr(method, "__code__", None)) for name in code.co_names}
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
 from dataclasses import replace
 from inspect import signature
 from typing import Any
@@ -33,7 +32,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.own_attention import SequenceRanks, calls_table, exchanges, names_in_forward
 from llmtrain.overrides import replaced
-from llmtrain.overrides.transformers import attention_of, defining_module, mask_arguments, router_loss
+from llmtrain.overrides.transformers import (
+    attention_of,
+    defining_module,
+    mask_arguments,
+    router_loss,
+    with_attention,
+)
 
 Group = Any
 """A process group; torch's type for it is not public."""
@@ -120,9 +125,7 @@ class Ulysses:
     @contextmanager
     def _choose_keys(self, attention: Any) -> Iterator[None]:
         """A context in which an indexer chooses among the keys of the whole sequence, for the tokens of this slice."""
-        config = copy(attention.config)
-        config._attn_implementation = INDEXED
-        with replaced((attention, "config", config)):
+        with replaced((attention, "config", with_attention(attention.config, INDEXED))):
             if attention.indexer is None:  # the layer uses the choice of an earlier one
                 yield
                 return
