@@ -139,11 +139,9 @@ class TensorParallel:
                 block.prepare_whole_parameter(inner.weight)
                 block.prepare_whole_parameter(outer.weight)
             return
-        if shard is None or not isinstance(base, (nn.Linear, Conv1D)):
+        if shard is None or not isinstance(base, nn.Linear):
             raise no_split(config, f"an adapter of {name} has no split like that of the layer ('{style}')")
         split_layer: Any
-        if isinstance(base, Conv1D):
-            shard = replace(shard, dim=1 - shard.dim)
         split_layer, unsplit = (inner, outer) if shard.dim else (outer, inner)
         block.prepare_whole_parameter(unsplit.weight)
         split_layer.weight.data = shard.part(split_layer.weight.data, self.group.rank, self.group.size)
