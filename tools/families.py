@@ -31,7 +31,7 @@ from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.expert_check import compare_experts
 from llmtrain.models.tiny.model import build_tiny_model, packed_input
 from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
-from llmtrain.models.tiny.tensor_check import VOCABULARY, compare_tensor_split, supports_sequence_parallel
+from llmtrain.models.tiny.tensor_check import VOCABULARY, supports_sequence_parallel, whole_part
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.plan.facts.built_model import INDEXERS
 from llmtrain.plan.facts.families import FAMILIES
@@ -293,7 +293,7 @@ def _on_meta(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedMode
 
 def _compare_slices(built: tuple[PreTrainedConfig, PreTrainedModel]) -> tuple[str, str]:
     config, model = built
-    share = f"{_share(model, compare_tensor_split(config)):.0%}"
+    share = f"{_share(model, plan_split(model, 2, whole_part(config))):.0%}"
     return "works", share + SLICES if supports_sequence_parallel(config) else share
 
 
@@ -316,8 +316,8 @@ def _tensor_lists(verdicts: list[Verdict]) -> dict[str, Any]:
 
 def _whole_matrices(family: str) -> list[str]:
     """Returns the usual names of split matrices that the split of a family leaves whole in some layer."""
-    _, model = _on_meta(tiny_config(family))
-    shards = plan_split(model, 2).shards
+    config, model = _on_meta(tiny_config(family))
+    shards = plan_split(model, 2, whole_part(config)).shards
     parameters = {name for name, _ in model.named_parameters() if re.search(r"\.\d+\.", name)}
     modules = {name: name.removesuffix(".weight").rpartition(".")[2] for name in parameters - shards.keys()}
     return sorted({module for module in modules.values() if module in SPLIT_ROWS + SPLIT_COLUMNS})

@@ -20,6 +20,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from llmtrain.errors import FamilyError
+from llmtrain.models.varlen import pass_boundaries, takes_cu_seq_lens
 from llmtrain.plan.facts.classifier import FIELD, is_classifier
 
 
@@ -49,10 +50,12 @@ def decoder_of(config: PreTrainedConfig, **named: Any) -> PreTrainedModel:
 
     named: further arguments of `from_config`.
     """
-    if not is_classifier(config):
-        causal: PreTrainedModel = AutoModelForCausalLM.from_config(config, **named)
-        return causal
-    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config, **named)
+    made: Any = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+    model: PreTrainedModel = made.from_config(config, **named)
+    if takes_cu_seq_lens(named.get("attn_implementation") or ""):
+        pass_boundaries(model)
+    if made is AutoModelForCausalLM:
+        return model
     kind = type(model)
     if kind not in _kinds:
         # `save_pretrained` writes the name of the class to `config.json`.

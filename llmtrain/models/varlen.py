@@ -13,9 +13,11 @@ documents are therefore not compiled in: the compiler only sees a tensor whose l
 
 from __future__ import annotations
 
+import dis
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import is_flash_attention_requested
 
+from llmtrain.data import Documents
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import cpu
 from llmtrain.overrides.torch import mark_dynamic_length, varlen_backward
@@ -43,8 +46,9 @@ OLDEST_GPU = (8, 0)
 NEWEST_GPU = {"flash_attention_3": (10, 0)}
 """Compute capability from which on there is no machine code (`hopper/setup.py` in flash-attn's source)."""
 _UNSUPPORTED = {
-    "softcap": "caps its scores",
+    "softcap": "caps its scores, which of the kernels only flash_attention_2 does",
     "position_bias": "adds a bias to its scores",
+    "indices": "attends to the tokens that an indexer chooses, with a mask",
     "cache": "reads a cache",
 }
 """Arguments of an attention function that neither implementation supports, and what a model that passes them does."""
@@ -99,6 +103,9 @@ def varlen_attention(
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("the document boundaries do not reach its attention")
     rows, _, length, width = query.shape
+    chunk = _chunk_size(module)
+    if chunk is not None and chunk < length:
+        cu_seq_lens_q, max_length_q = _cut_chunks(cu_seq_lens_q, max_length_q, rows, length, chunk)
     states = (_flatten_batch(query), _flatten_batch(key), _flatten_batch(value))
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.to(torch.promote_types(states[0].dtype, torch.float32))
@@ -110,6 +117,24 @@ def varlen_attention(
     else:
         output = _attend_per_document(*states, cu_seq_lens_q, scale, sliding_window, sinks)
     return output.view(rows, length, *output.shape[1:]), None
+
+
+def _chunk_size(module: nn.Module) -> int | None:
+    """Returns how many tokens of a row attend to each other in this layer; None if there is no limit (Llama 4)."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds: list[str] | None = getattr(config, "layer_types", None)
+    is_chunked = kinds is not None and layer is not None and kinds[layer] == "chunked_attention"
+    return getattr(config, "attention_chunk_size", None) if is_chunked else None
+
+
+def _cut_chunks(
+    bounds: Tensor, longest: int | Tensor, rows: int, length: int, chunk: int
+) -> tuple[Tensor, int | Tensor]:
+    """Cuts documents into the chunks of each row. Where a document begins with a chunk, an empty one precedes it."""
+    starts = torch.arange(0, length, chunk, dtype=bounds.dtype, device=bounds.device)
+    row_starts = torch.arange(rows, dtype=bounds.dtype, device=bounds.device) * length
+    cut = torch.cat([bounds, (row_starts[:, None] + starts).flatten()]).sort().values
+    return cut, longest.clamp(max=chunk) if isinstance(longest, Tensor) else min(longest, chunk)
 
 
 def no_mask(*sizes: Any, attention_mask: Tensor | None = None, use_vmap: bool = False, **others: Any) -> None:
@@ -156,6 +181,57 @@ def varying_documents(forward: Callable[..., Any]) -> Callable[..., Any]:
         return forward(*args, **kwargs)
 
     return run
+
+
+class _ReceivesBoundaries:
+    """An attention module that gets boundaries from its layer."""
+
+    boundaries: Mapping[str, Any] = {}
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        parent: Any = super()
+        return parent.forward(*args, **self.boundaries, **named)
+
+
+class _PassesBoundaries:
+    """A decoder layer whose own code does not pass boundaries on to its attention."""
+
+    def forward(self, *args: Any, **named: Any) -> Any:
+        parent: Any = super()
+        boundaries = {name: named[name] for name in Documents.NAMES if name in named}
+        for child in parent.children():
+            if isinstance(child, _ReceivesBoundaries):
+                child.boundaries = boundaries
+        return parent.forward(*args, **named)
+
+
+def pass_boundaries(model: nn.Module) -> None:
+    """Lets boundaries reach attention where a layer takes further arguments, but passes them to nothing."""
+    for layer in model.modules():
+        attention = [child for child in layer.children() if _further_arguments(child)]
+        further = _further_arguments(layer)
+        if further and attention and not _reads(layer, further):
+            for module, kind in ((layer, _PassesBoundaries), *((child, _ReceivesBoundaries) for child in attention)):
+                module.__class__ = _extended(type(module), kind)
+
+
+@cache
+def _extended(own: Any, kind: Any) -> type:
+    """Returns a class of a family with the forward method of `kind`; the same for all layers, which share a graph."""
+    return type(own.__name__, (kind, own), {"__module__": own.__module__})
+
+
+def _further_arguments(module: nn.Module) -> str:
+    """Returns the name of the parameter with which a module of `transformers` takes further arguments, if it does."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    is_family = type(module).__module__.startswith("transformers.models.")
+    return next((one.name for one in parameters if is_family and one.kind is one.VAR_KEYWORD), "")
+
+
+def _reads(module: nn.Module, name: str) -> bool:
+    """Whether the forward method of a module reads one of its parameters."""
+    code = dis.get_instructions(inspect.unwrap(type(module).forward))
+    return any(name in (one.argval if isinstance(one.argval, tuple) else (one.argval,)) for one in code)
 
 
 def _attend_by_kernel(

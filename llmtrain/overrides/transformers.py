@@ -11,7 +11,7 @@ from types import MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel, masking_utils
+from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import moe
 
 from llmtrain.overrides import replaced
@@ -72,6 +72,13 @@ def attention_of(model: PreTrainedModel) -> str:
     """
     name: str = model.config._attn_implementation
     return name
+
+
+def with_attention(config: PreTrainedConfig, name: str) -> PreTrainedConfig:
+    """Returns a copy of a configuration with another attention implementation."""
+    changed = copy(config)
+    changed._attn_implementation = name
+    return changed
 
 
 def defining_module(module: nn.Module) -> ModuleType:

@@ -92,7 +92,7 @@ def adapter_of_one_stage_frozen(patch):
 
 def gradient_of_a_not_summed(patch):
     """Each tensor parallel rank keeps the part of A's gradient that its own rows of B give."""
-    original = split.TensorParallel.split_adapter
+    original = split.TensorParallel._split_adapter
 
     def adapt(self, name, base, inner, outer, config):
         forward = outer.forward
@@ -103,7 +103,7 @@ def gradient_of_a_not_summed(patch):
             original(self, name, base, inner, outer, config)
         outer.forward = forward
 
-    patch.setattr(split.TensorParallel, "split_adapter", adapt)
+    patch.setattr(split.TensorParallel, "_split_adapter", adapt)
 
 
 FLAT = [adapter_scaled_twice, base_not_frozen, scaling_by_rank_ignored, adapter_of_another_seed, module_not_saved]

@@ -34,10 +34,11 @@ def test_no_family_computes_something_else_without_being_refused(page):
     assert notes(page, "Wrong") == {}
 
 
-def test_almost_all_families_can_be_cut_into_stages():
-    works, refused = (len(notes("families", kind)) for kind in ("Works", "Refused"))
+@pytest.mark.parametrize(("page", "share"), [("families", 0.95), ("families_tensor", 0.92)])
+def test_almost_all_families_can_be_cut_into_stages_and_split(page, share):
+    works, refused = (len(notes(page, kind)) for kind in ("Works", "Refused"))
     assert works >= 120
-    assert works / (works + refused) >= 0.95
+    assert works / (works + refused) >= share
 
 
 @pytest.mark.breadth

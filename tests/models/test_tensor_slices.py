@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -15,7 +17,7 @@ from llmtrain.models.tensor.split import TensorParallel, plan_split
 from llmtrain.models.tiny import tensor_check
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import build_tiny_model, packed_input
-from llmtrain.models.tiny.tensor_check import ThreadTensorGroup, check_tensor_split, compare_tensor_split
+from llmtrain.models.tiny.tensor_check import ThreadTensorGroup, check_tensor_split, compare_tensor_split, whole_part
 from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES, SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -29,10 +31,13 @@ SUMS = {
     "nemotron_h": 0,  # of its four layers one is split
     **dict.fromkeys(("apertus", "opt", "stablelm"), 4),  # by the usual names of matrices
     "llama4_text": 6,  # its routed experts get inputs with weights, and are summed apart from the shared one
-    "gpt_oss": 2,  # its attention is split, with a sink for each head
+    "gpt_oss": 5,  # one is of a gradient: that of the bias which all ranks add to the outputs of experts
+    **dict.fromkeys(("gpt2", "bloom", "mpt", "bitnet"), 4),
+    "inkling_text": 4,  # routed and shared experts
 }
 """Biases, norms of heads, scaled and tied embeddings, fused projections, norms of all heads, attention beside
-feed-forward, experts, latent attention, other mixers; and the sums of activations over the ranks in a layer."""
+feed-forward, experts, latent attention, other mixers, transposed matrices, queries, keys and values in one matrix,
+ALiBi, norms within attention; and the sums of activations over the ranks in a layer."""
 
 
 def tiny(family: str, **fields):
@@ -105,10 +110,11 @@ def test_padding_rows_get_no_gradient_on_any_rank(attention):
 
 class TestRefusal:
     def test_a_family_without_a_plan_is_refused(self):
-        with pytest.raises(FamilyError, match=r"gpt2 cannot be split .* declares no tensor parallel plan"):
-            check_tensor_split(AutoConfig.for_model("gpt2"), 2)
+        with pytest.raises(FamilyError, match=r"mamba cannot be split .* declares no tensor parallel plan"):
+            check_tensor_split(AutoConfig.for_model("mamba"), 2)
 
-    def test_an_unknown_style_is_refused(self):
+    def test_an_unknown_style_is_refused(self, monkeypatch):
+        monkeypatch.setattr(split, "STYLES", {name: s for name, s in split.STYLES.items() if name != "all_reduce"})
         with pytest.raises(FamilyError, match=r"the styles? '?all_reduce"):
             compare_tensor_split(tiny("inkling_text"))
 
@@ -128,10 +134,20 @@ class TestRefusal:
             check_tensor_split(config, 2)
 
 
+@pytest.mark.parametrize(
+    ("family", "part"), [("falcon", "attention"), ("gemma3n_text", "feed-forward"), ("longcat_flash", "")]
+)
+def test_one_part_of_a_layer_stays_whole_if_only_the_other_can_be_split(family, part):
+    assert whole_part(tiny(family)) == part
+    split_weights = [name for name in check_tensor_split(tiny(family), 2).shards if re.search(r"\.\d+\.", name)]
+    of_attention = {"attn" in name or "attention" in name for name in split_weights}
+    assert of_attention == {"attention": {False}, "feed-forward": {True}, "": {False, True}}[part]
+
+
 def test_the_rule_allows_the_working_families():
     assert SUMS.keys() <= SLICED_FAMILIES
     assert {*DENSE, "mixtral"} <= MEGATRON_SP_FAMILIES <= SLICED_FAMILIES
-    assert not SLICED_FAMILIES & {"gpt2", "inkling_text", "doge"}
+    assert not SLICED_FAMILIES & {"mamba", "jetmoe", "cpmant"}
 
 
 class TestMistakes:
@@ -167,6 +183,21 @@ class TestMistakes:
         monkeypatch.setattr(split, "STYLES", {**split.STYLES, "rowwise": row})
         with pytest.raises(FamilyError, match="its logits deviate"):
             compare_tensor_split(tiny("starcoder2"))
+
+    def test_heads_with_the_queries_of_others_are_detected(self, monkeypatch):
+        monkeypatch.setattr(split, "STYLES", {**split.STYLES, "qkv_colwise": split.STYLES["colwise"]})
+        with pytest.raises(FamilyError, match="its logits deviate"):
+            compare_tensor_split(tiny("gpt2"))
+
+    def test_slopes_of_other_heads_are_detected(self, monkeypatch):
+        monkeypatch.setattr(split, "scatter_to_tensor_parallel", lambda bias, group, shard: shard.part(bias, 0, 2))
+        with pytest.raises(FamilyError, match="its logits deviate"):
+            compare_tensor_split(tiny("bloom"))
+
+    def test_a_bias_of_experts_added_by_each_rank_is_detected(self, monkeypatch):
+        monkeypatch.setattr(split, "_biases", lambda bias, chosen, weights: 0.0)
+        with pytest.raises(FamilyError, match="its logits deviate"):
+            compare_tensor_split(tiny("gpt_oss"))
 
     def test_a_norm_updated_by_the_tokens_of_one_rank_is_detected(self, monkeypatch):
         monkeypatch.setattr(sequence_parallel, "all_reduce_gradient", lambda parameter, group: None)

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.data import Documents
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import cpu, varlen
+from llmtrain.models.tiny import varlen_check
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import varlen_attention, varlen_operator
 from tests.helpers.small_plan import small_plan
@@ -176,6 +177,8 @@ def test_the_operator_of_a_graph_changes_no_bit(keys, width, values, window):
         ("mistral", {"sliding_window": 4096}),
         ("gpt2", {"attn_pdrop": 0.0}),
         ("opt", {"attention_dropout": 0.0}),  # whose masks do not know of documents
+        ("llama4_text", {}),  # chunks
+        ("nemotron", {}),  # whose layers drop the boundaries
     ],
 )
 def test_families_equal_eager_attention(family, fields):
@@ -187,11 +190,9 @@ def test_families_equal_eager_attention(family, fields):
     [
         ("gemma2", "varlen", "it caps its scores"),
         ("gpt2", "varlen", "it has attention dropout of 0.1, which the kernel does not support"),
-        ("llama4_text", "varlen", "logits deviate from those of 'eager'"),  # chunks
         ("bloom", "varlen", "is not called through the table"),
-        ("nemotron", "varlen", "the document boundaries do not reach its attention"),
-        ("nemotron", "flash_attention_2", "the document boundaries do not reach its attention"),
-        ("gptj", "flash_attention_3", "its tiny copy fails"),
+        ("deepseek_v32", "varlen", "its own code reads the mask, which is not made"),
+        ("gptj", "flash_attention_3", "it computes attention itself"),
     ],
 )
 def test_unsupported_families_are_refused(family, attention, reason):
@@ -199,9 +200,21 @@ def test_unsupported_families_are_refused(family, attention, reason):
         check_attention(AutoConfig.for_model(family), attention)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "gpt2", "nemotron", "stablelm"])
 def test_document_boundaries_reach_a_flash_kernel(family):
     check_attention(AutoConfig.for_model(family), "flash_attention_2")
+
+
+def test_boundaries_that_do_not_reach_attention_are_detected(monkeypatch):
+    monkeypatch.setattr(varlen_check, "pass_boundaries", lambda model: None)
+    with pytest.raises(FamilyError, match="the document boundaries do not reach its attention"):
+        check_attention(AutoConfig.for_model("nemotron"), "flash_attention_2")
+
+
+def test_chunks_that_are_not_cut_are_detected(monkeypatch):
+    monkeypatch.setattr(varlen, "_chunk_size", lambda module: None)
+    with pytest.raises(FamilyError, match="logits deviate from those of 'eager'"):
+        check_attention(AutoConfig.for_model("llama4_text"), "varlen")
 
 
 def test_a_family_with_deviating_attention_is_refused(monkeypatch):

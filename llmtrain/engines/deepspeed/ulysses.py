@@ -4,6 +4,11 @@ Each rank of a group holds a slice of the sequence. Around attention, each rank 
 other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Whatever else a model
 computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router.
 
+A family that computes attention itself exchanges what its projections return (`own_attention.py`).
+
+An indexer chooses the keys of each token (DeepSeek's sparse attention). A rank chooses those of its own tokens, among
+the keys of the whole sequence.
+
 DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks (`docs/upstream/ulysses_masks.md`) and replaces a function
 of `transformers` for the life of the process. This module uses its exchange without the adapter.
 """
@@ -14,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,11 +30,22 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
-from llmtrain.overrides.transformers import attention_of, defining_module, mask_arguments, router_loss
+from llmtrain.engines.deepspeed.own_attention import SequenceRanks, calls_table, exchanges, names_in_forward
+from llmtrain.overrides import replaced
+from llmtrain.overrides.transformers import (
+    attention_of,
+    defining_module,
+    mask_arguments,
+    router_loss,
+    with_attention,
+)
 
 Group = Any
 """A process group; torch's type for it is not public."""
 Function = Callable[..., Any]
+INDEXED = "llmtrain_indexed"
+"""The name of an attention that gets the keys that an indexer chose. `eager` and `sdpa` would get them as a mask, which
+the family makes as large as the slice."""
 
 
 class Ulysses:
@@ -47,6 +64,12 @@ class Ulysses:
         self._positions = torch.empty(0)
         self._interleaved = False
         self._group_name = register_all_to_all_group(group)
+        self._exchanges = exchanges(model, SequenceRanks(self.rank, self.size, self._all_to_all, self._whole))
+        self._indexed: list[Any] = []
+        """Attention modules whose keys are chosen by an indexer: their own, or that of an earlier layer."""
+        self._counting = [] if self._exchanges else [one for one in model.modules() if _counts_positions(one)]
+        if self._attention in ("eager", "sdpa"):
+            self._indexed = [one for one in model.modules() if hasattr(one, "indexer") and calls_table(one)]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -59,6 +82,16 @@ class Ulysses:
         with ExitStack() as stack:
             ALL_ATTENTION_FUNCTIONS[self._attention] = attention
             stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, self._attention)
+            if self._indexed:
+                ALL_ATTENTION_FUNCTIONS[INDEXED] = attention
+                stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, INDEXED)
+            for indexed in self._indexed:
+                stack.enter_context(self._choose_keys(indexed))
+            for exchange in self._exchanges:
+                stack.enter_context(exchange.active())
+            for module in self._counting:
+                hook = module.register_forward_pre_hook(self._continue_counting, with_kwargs=True)
+                stack.callback(hook.remove)
             stack.enter_context(mask_arguments(self._whole_masks))
             stack.enter_context(router_loss(self._model, self._whole_router_loss))
             yield
@@ -85,8 +118,37 @@ class Ulysses:
         self._positions = self._whole(position_ids)
         self._interleaved = True
 
-    def _whole(self, position_ids: Tensor) -> Tensor:
-        return self._all_to_all([position_ids] * self.size, join=1)
+    def _whole(self, part: Tensor) -> Tensor:
+        """Returns [batch, T, ...] of the whole sequence, given this rank's slice."""
+        return self._all_to_all([part] * self.size, join=1)
+
+    @contextmanager
+    def _choose_keys(self, attention: Any) -> Iterator[None]:
+        """A context in which an indexer chooses among the keys of the whole sequence, for the tokens of this slice."""
+        with replaced((attention, "config", with_attention(attention.config, INDEXED))):
+            if attention.indexer is None:  # the layer uses the choice of an earlier one
+                yield
+                return
+            hook = attention.indexer.register_forward_pre_hook(self._read_whole_keys, with_kwargs=True)
+            try:
+                yield
+            finally:
+                hook.remove()
+
+    def _read_whole_keys(self, indexer: nn.Module, args: Any, named: Any) -> tuple[Any, dict[str, Any]]:
+        """Gives an indexer the rows of the mask for its tokens, and the keys of all tokens as if from a cache."""
+        given = signature(indexer.forward).bind(*args, **named)
+        mask: Tensor = given.arguments["attention_mask"]
+        given.arguments["attention_mask"] = mask.chunk(self.size, dim=-2)[self.rank]
+        given.arguments["past_key_values"] = _Slices(self._whole)
+        return given.args, given.kwargs
+
+    def _continue_counting(self, attention: nn.Module, args: Any, named: Any) -> tuple[Any, dict[str, Any]]:
+        """Lets attention count the positions of this slice after those of the slices before it, as if in a cache."""
+        given = signature(attention.forward).bind(*args, **named)
+        length = next(value for value in given.arguments.values() if isinstance(value, Tensor)).shape[1]
+        given.arguments["past_key_values"] = _Slices(self._whole, before=self.rank * length)
+        return given.args, given.kwargs
 
     def _attend(
         self,
@@ -109,6 +171,9 @@ class Ulysses:
         share = _HeadShare(module, query.shape[1] // key.shape[1], own_sinks)
         if "s_aux" in kwargs:  # the sinks again, as a fused kernel takes them
             kwargs["s_aux"] = share.sinks
+        chosen = kwargs.pop("indices", None)
+        if chosen is not None:
+            attention_mask = _without_others(attention_mask, self._whole(chosen), key.shape[2])
         positions = kwargs.get("position_ids")
         if positions is not None:  # a kernel without masks finds the documents in the positions
             # With interleaved micro-batches, a backward pass may recompute the attention of an earlier one.
@@ -137,6 +202,39 @@ class Ulysses:
     def _whole_router_loss(self, original: Function, logits: tuple[Tensor, ...], *rest: Any, **named: Any) -> Any:
         """Computes the router loss, a product of two means over tokens, from the tokens of all slices."""
         return original(tuple(self._all_to_all([layer] * self.size, join=0) for layer in logits), *rest, **named)
+
+
+class _Slices:
+    """The slices of a sequence as a cache, for code of attention that continues one."""
+
+    def __init__(self, whole: Callable[[Tensor], Tensor], before: int = 0) -> None:
+        """before: number of tokens in the slices before this one."""
+        self._whole = whole
+        self._before = before
+
+    def get_seq_length(self, layer: int) -> int:
+        """Returns the number of tokens before this slice."""
+        return self._before
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Returns the keys and values of this slice, which attention exchanges."""
+        return key, value
+
+    def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
+        """Returns an indexer's keys [batch, T, head_dim] of all slices, given those of this one."""
+        return self._whole(keys)
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Whether attention counts positions after those in its cache. A scale of Llama 4's queries depends on them."""
+    return hasattr(module, "layer_idx") and "get_seq_length" in names_in_forward(module)
+
+
+def _without_others(mask: Tensor, chosen: Tensor, length: int) -> Tensor:
+    """Returns a mask [batch, 1, T, T], in which each token attends to chosen keys only. chosen: [batch, T, keys]."""
+    others = chosen.new_ones((*chosen.shape[:2], length), dtype=torch.bool).scatter(-1, chosen.long(), False)
+    others = others.unsqueeze(1)
+    return mask & ~others if mask.dtype == torch.bool else mask.masked_fill(others, torch.finfo(mask.dtype).min)
 
 
 class _HeadShare:

@@ -166,9 +166,9 @@ def gather_from_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
     return _apply(value, _all_gather(HIDDEN_SHARD, group), _own_shard(HIDDEN_SHARD, group))
 
 
-def scatter_to_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
-    """Keeps this rank's shard, along `hidden`, of a whole activation. Backward: all-gathers the gradient."""
-    return _apply(value, _own_shard(HIDDEN_SHARD, group), _all_gather(HIDDEN_SHARD, group))
+def scatter_to_tensor_parallel(value: Tensor, group: TensorGroup, shard: Shard = HIDDEN_SHARD) -> Tensor:
+    """Keeps this rank's shard of a whole activation, by default along `hidden`. Backward: all-gathers the gradient."""
+    return _apply(value, _own_shard(shard, group), _all_gather(shard, group))
 
 
 def gather_from_sequence_parallel(value: Tensor, group: TensorGroup) -> Tensor:

@@ -84,18 +84,18 @@ class SequenceParallel:
         self._group = group
         self._styles = styles
         self._block, self._deferred_block = SequenceParallelBlock(group), DeferredReductionBlock(group)
-        self._sublayers = {_sublayer_of(name) for name in styles} - {""}
+        self._sublayers = {sublayer_of(name) for name in styles} - {""}
         """Names of the attentions and feed-forwards, which need whole sequences."""
-        self._experts = {_sublayer_of(name) for name, style in styles.items() if style == EXPERTS}
+        self._experts = {sublayer_of(name) for name, style in styles.items() if style == EXPERTS}
 
     def block_of(self, name: str) -> TensorParallelBlock:
         """Returns the collectives of a split module."""
-        sublayer = _sublayer_of(name)
+        sublayer = sublayer_of(name)
         return self._block if sublayer and sublayer not in self._experts else self._deferred_block
 
     def has_partial_gradients(self, name: str) -> bool:
         """Whether a rank computes a part of the gradients of whole parameters of a module."""
-        sublayer = _sublayer_of(name)
+        sublayer = sublayer_of(name)
         return sublayer not in self._sublayers or sublayer in self._experts
 
     def install(self, model: PreTrainedModel) -> None:
@@ -144,7 +144,7 @@ class SequenceParallel:
         return output
 
 
-def _sublayer_of(name: str) -> str:
+def sublayer_of(name: str) -> str:
     """Returns the name of the child of a layer that a module is or belongs to, such as its attention; else empty."""
     match = re.match(r".*?\.\d+\.[^.]+", name)
     return match.group() if match else ""

@@ -18,14 +18,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from inspect import signature
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from llmtrain.errors import FamilyError
 from llmtrain.models.adapter import ADAPTER, adapters
@@ -40,14 +42,22 @@ from llmtrain.models.tensor.collectives import (
     scatter_to_tensor_parallel,
     shard_of,
 )
-from llmtrain.models.tensor.sequence_parallel import EXPERTS, SequenceParallel
+from llmtrain.models.tensor.sequence_parallel import EXPERTS, SequenceParallel, sublayer_of
 from llmtrain.models.tensor.usual_plan import (
+    QKV,
     attention_modules,
+    biases_of_heads,
     divide_counts,
     parametric_activations,
+    plan_of_experts,
     splits_layers,
+    takes_bias_of_heads,
     usual_plan,
+    with_queries,
 )
+
+Part = Literal["", "attention", "feed-forward"]
+"""A part of each layer."""
 
 
 def no_split(config: PreTrainedConfig, reason: str) -> FamilyError:
@@ -101,15 +111,24 @@ class TensorParallel:
                 parameter.model_parallel = True  # read by DeepSpeed: each rank's shard counts in the gradient norm
         for name, module in model.named_modules():
             if name in self.split.counts_heads:
+                if takes_bias_of_heads(module):
+                    module.register_forward_pre_hook(self._own_bias, with_kwargs=True)
                 divide_counts(module, self.group.size)
             style = self.split.styles.get(name)
-            if style is not None and next(module.parameters(), None) is not None:
+            if style is not None and (style == IDENTITY or next(module.parameters(), None) is not None):
                 block = self._single_block if _pattern(name) == name else self._shared_block
                 if self._sequence_parallel is not None:
                     block = self._sequence_parallel.block_of(name)
                 STYLES[style].install(module, block, model.config)
         if self._sequence_parallel is not None:
             self._sequence_parallel.install(model)
+
+    def _own_bias(self, attention: nn.Module, args: Any, named: Any) -> tuple[Any, dict[str, Any]]:
+        """Keeps the biases of the scores of this rank's heads, given those of all."""
+        given = signature(attention.forward).bind(*args, **named)
+        for name, shard in biases_of_heads(attention, given.arguments, self.group.size):
+            given.arguments[name] = scatter_to_tensor_parallel(given.arguments[name], self.group, shard)
+        return given.args, given.kwargs
 
     def split_adapters(self, model: PreTrainedModel) -> None:
         """Shards the adapters of a model, or of a part of it, like what they are added to."""
@@ -214,6 +233,8 @@ def _wrap_forward(wrap: Callable[[nn.Module, Forward, TensorParallelBlock], Forw
 def _column_parallel(module: nn.Module, block: TensorParallelBlock, config: PreTrainedConfig) -> None:
     """Copies the shared input before other hooks run: those of ZeRO-3 make a new tensor for each module."""
     module.register_forward_pre_hook(lambda _, inputs: block.copy_shared_input(inputs[0]))
+    if isinstance(module, Conv1D):
+        module.nf //= block.group.size
 
 
 def _column_parallel_gathered(module: nn.Module, block: TensorParallelBlock, config: PreTrainedConfig) -> None:
@@ -229,7 +250,9 @@ def _row_parallel(module: nn.Module, forward: Forward, block: TensorParallelBloc
         if bias is None:
             return block.reduce_output(forward(value))
         # Added once, after the sum over ranks.
-        return block.reduce_output(functional.linear(value, module.get_parameter("weight"))) + bias
+        weight = module.get_parameter("weight")
+        product = value @ weight if isinstance(module, Conv1D) else functional.linear(value, weight)
+        return block.reduce_output(product) + bias
 
     if isinstance(parameter := getattr(module, "bias", None), nn.Parameter):
         block.prepare_whole_parameter(parameter)
@@ -247,6 +270,9 @@ def _vocabulary_parallel_embedding(module: Any, forward: Forward, block: TensorP
     Until the first call, ZeRO-3 may have partitioned the table, and `padding_idx` is a row of the whole one.
     """
     padding = getattr(module, "padding_idx", None)
+    for parameter in module.parameters():
+        if shard_of(parameter) is None:  # such as of a norm, which each rank applies to its own tokens
+            all_reduce_gradient(parameter, block.group)
 
     def run(tokens: Tensor) -> Tensor:
         rows = module.get_parameter("weight").shape[0]
@@ -268,15 +294,44 @@ def _experts(module: nn.Module, forward: Forward, block: TensorParallelBlock) ->
     """Sums the parts of every expert over the ranks.
 
     Each rank holds a part of every expert and computes a part of the gradients of the input and of the routing weights,
-    which Llama 4 has multiplied with the input before.
+    which Llama 4 has multiplied with the input before. An expert's bias of outputs is whole on each rank, which adds
+    its share of it.
     """
+    bias = module._parameters.get("down_proj_bias")
+    if bias is not None:
+        all_reduce_gradient(bias, block.group)
 
-    def run(*inputs: Tensor) -> Tensor:
-        return block.reduce_output(
-            forward(*(block.copy_input(one) if one.is_floating_point() else one for one in inputs))
-        )
+    def copied(value: Tensor) -> Tensor:
+        return block.copy_input(value) if value.is_floating_point() else value
+
+    def run(*inputs: Tensor, **named: Tensor) -> Tensor:
+        inputs, named = tuple(map(copied, inputs)), {name: copied(value) for name, value in named.items()}
+        output: Tensor = forward(*inputs, **named)
+        if bias is not None:
+            _, chosen, weights = (*inputs, *named.values())
+            others = 1 - 1 / block.group.size
+            output = output - others * _biases(module.get_parameter("down_proj_bias"), chosen, weights)
+        return block.reduce_output(output)
 
     return run
+
+
+def _biases(bias: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Returns the biases [tokens, width] that experts have added. bias: [experts, width]; others: [tokens, top-k]."""
+    by_expert = weights.new_zeros(len(chosen), len(bias)).scatter_add(1, chosen, weights)
+    return (by_expert @ bias.to(weights.dtype)).to(bias.dtype)
+
+
+def _gathered_input(module: nn.Module, forward: Forward, block: TensorParallelBlock) -> Forward:
+    """For a norm of the columns of all ranks, each of which keeps its own columns."""
+    return lambda value: scatter_to_tensor_parallel(
+        forward(gather_from_tensor_parallel(value, block.group)), block.group
+    )
+
+
+def _identity(module: nn.Module, forward: Forward, block: TensorParallelBlock) -> Forward:
+    """Each rank adds its share of what an expert without weights returns."""
+    return lambda value: forward(value / block.group.size)
 
 
 def _all_reduce_gradients(module: nn.Module, block: TensorParallelBlock, config: PreTrainedConfig) -> None:
@@ -308,6 +363,7 @@ def _shard_inputs(dimensions: int, blocks: int = 1) -> Shard | None:
     return Shard(dimensions - 1, blocks) if dimensions > 1 else None
 
 
+IDENTITY = "moe_identity_expert"
 _GATHERED = Style(_shard_outputs, _column_parallel_gathered, can_stay_whole=True)
 _SCATTERED = Style(_shard_inputs, _wrap_forward(_row_parallel_scattered), can_stay_whole=True)
 STYLES: Mapping[str, Style] = {
@@ -318,33 +374,47 @@ STYLES: Mapping[str, Style] = {
     "rowwise_split_input": _SCATTERED,
     "rowwise_rep": _SCATTERED,
     "packed_colwise": Style(partial(_shard_outputs, blocks=2), _column_parallel),
+    QKV: Style(partial(_shard_outputs, blocks=3), _column_parallel),
     "packed_rowwise": Style(partial(_shard_inputs, blocks=2), _wrap_forward(_row_parallel)),
     "embedding_rowwise": Style(lambda _: Shard(0), _wrap_forward(_vocabulary_parallel_embedding), can_stay_whole=True),
     "embedding_colwise": Style(lambda _: Shard(1), _wrap_forward(_column_parallel_embedding), can_stay_whole=True),
     EXPERTS: Style(_no_shard, _wrap_forward(_experts)),
+    "all_reduce": Style(_no_shard, _wrap_forward(_experts)),  # of experts that every token has
+    IDENTITY: Style(_no_shard, _wrap_forward(_identity)),
+    "gathered_input": Style(_no_shard, _wrap_forward(_gathered_input)),
     "replicated_with_grad_allreduce": Style(_no_shard, _all_reduce_gradients),
     "mla_kv_a_proj": Style(_no_shard, _latent_keys),
     "replicate": Style(_no_shard, lambda *_: None),  # computes the same on every rank
 }
-"""The styles of `transformers` (`ALL_PARALLEL_STYLES`) that are supported here."""
+"""The styles of `transformers` (`ALL_PARALLEL_STYLES`) that are supported here, and those of usual plans."""
 
 
-def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
+def plan_split(model: PreTrainedModel, degree: int, whole: Part = "") -> DeclaredSplit:
     """Returns how the model's own plan splits it among `degree` ranks; the model may be on the meta device.
 
-    A module with whole inputs and outputs (head, embedding) is left unsplit if its size is not a multiple of the
-    degree, or if it shares its weight with a module that is sharded differently. Raises FamilyError.
+    whole: the part of each layer that is left unsplit. A module with whole inputs and outputs (head, embedding) is left
+    unsplit if its size is not a multiple of the degree, or if it shares its weight with a module that is sharded
+    differently. Raises FamilyError.
     """
     plan, config = dict(model.tp_plan or {}), model.config
     usual = {} if splits_layers(plan) else usual_plan(model)
     if not plan and not usual:
         message = "it declares no tensor parallel plan (tp_plan), and its matrices have unusual names"
         raise no_split(config, message)
+    attention = {sublayer_of(name) for name in with_queries(model)}
+
+    def is_split(name: str) -> bool:
+        sublayer = sublayer_of(name)
+        return not whole or not sublayer or (sublayer in attention) != (whole == "attention")
+
+    plan |= {key: style for name, style in plan_of_experts(model).items() if (key := _pattern(name)) in plan}
     declared = {name: plan[key] for name, _ in model.named_modules() if (key := _pattern(name)) in plan}
     styles = parametric_activations(model) | usual | declared
+    styles = {name: style for name, style in styles.items() if is_split(name)}
     by_parameter: dict[int, dict[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        style = plan.get(_pattern(name)) or usual.get(name) or styles.get(_module(name), "replicate")
+        own = (plan.get(_pattern(name)) or usual.get(name)) if is_split(name) else None
+        style = own or styles.get(_module(name), "replicate")
         by_parameter.setdefault(id(parameter), {})[name] = style
     requested = {*styles.values(), *(style for uses in by_parameter.values() for style in uses.values())}
     unknown = sorted(requested - STYLES.keys())
@@ -360,7 +430,8 @@ def plan_split(model: PreTrainedModel, degree: int) -> DeclaredSplit:
                 styles.pop(_module(name), None)
     if all(_pattern(name) == name for name in shards):
         raise no_split(config, f"its plan splits no weight of the layers among {degree} ranks")
-    return DeclaredSplit(styles, shards, counts_heads=frozenset(attention_modules(model) if usual else ()))
+    counts_heads = attention_modules(model) if usual and whole != "attention" else ()
+    return DeclaredSplit(styles, shards, counts_heads=frozenset(counts_heads))
 
 
 def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shard | None:
@@ -369,6 +440,8 @@ def _shard(model: PreTrainedModel, uses: Mapping[str, str], degree: int) -> Shar
     for name, style in uses.items():
         shape = model.get_parameter(name).shape
         shard = STYLES[style].shard(len(shape))
+        if shard is not None and len(shape) == 2 and isinstance(model.get_submodule(_module(name)), Conv1D):
+            shard = replace(shard, dim=1 - shard.dim)  # stored [inputs, outputs]
         if shard is not None and shape[shard.dim] % (shard.blocks * degree):
             if not STYLES[style].can_stay_whole:
                 reason = f"dimension {shard.dim} of {name} {list(shape)} is not divisible by {degree}"

@@ -34,9 +34,9 @@ _SIZES: dict[int, str] = {
     "state_size ssm_state_size time_step_rank mamba_dt_rank index_topk indexer_budget kv_lora_rank "
     "q_lora_rank o_lora_rank d_rel laurel_rank adapter_rank gated_norm_rank hc_lowrank "
     "hidden_size_per_layer_input block_multiple_of prompt_types prompt_length segment_types "
-    "index_block_size rel_extent split_ngram_parts",
+    "index_block_size rel_extent split_ngram_parts floor_scale log_scaling_n_floor",
     4: "num_attention_heads n_head n_heads attention_heads linear_num_value_heads linear_num_heads "
-    "swa_num_attention_heads index_n_heads indexer_n_heads num_experts num_local_experts n_routed_experts "
+    "swa_num_attention_heads indexer_n_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts num_query_groups heads_per_ngram zero_expert_num",
     2: "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok "
     "num_experts_per_token moe_topk moe_k indexer_compress_ratio o_groups num_kv_shared_layers "
@@ -47,7 +47,7 @@ _SIZES: dict[int, str] = {
     16: "head_dim v_head_dim qk_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
     "index_head_dim indexer_head_dim mamba_d_head mamba_head_dim mamba_headdim kv_channels dim_head "
     "swa_head_dim query_pre_attn_scalar",
-    32: "attention_head_dim",
+    32: "attention_head_dim index_n_heads",  # with few heads, many scores of an indexer are 0, and its choice arbitrary
     50: "ngram_vocab_size_base",
 }
 SIZES: Mapping[str, int] = {name: size for size, names in _SIZES.items() for name in names.split()}
@@ -59,6 +59,7 @@ LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_b
 """Names for the number of layers."""
 _LAYER_NUMBERS = ("full_attn_idxs", "moe_layers", "mlp_only_layers", "hybrid_layer_ids", "cross_attention_layers")
 """Lists whose values are layer numbers."""
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")
 _NOISE = ("dropout", "pdrop", "layerdrop", "jitter")
 _UNDECLARED = (
     *("head_dim", "num_attention_heads", "num_key_value_heads", "n_routed_experts", "n_shared_experts"),
@@ -162,6 +163,8 @@ def _field(name: str, value: Any, total: int, kept: list[int]) -> Any:
 def _size(name: str, value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         return value
+    if name in _CHOSEN_EXPERTS:
+        return min(value, SIZES[name])  # some families allow one only
     return SIZES.get(name, value)
 
 

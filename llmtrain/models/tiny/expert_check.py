@@ -11,11 +11,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.models.expert_parallel import ExpertParallel, expert_parameters, not_distributed
 from llmtrain.models.experts import ExpertGroups
 from llmtrain.models.hub_names import empty_model
-from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, plan_split
+from llmtrain.models.tensor.split import DeclaredSplit, Part, TensorParallel, plan_split
 from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, build_tiny_model
-from llmtrain.models.tiny.tensor_check import RANKS, VOCABULARY, ThreadTensorGroup, outcome_of, run_in_threads
+from llmtrain.models.tiny.tensor_check import (
+    RANKS,
+    VOCABULARY,
+    ThreadTensorGroup,
+    outcome_of,
+    run_in_threads,
+    whole_part,
+)
 
 
 def check_experts(config: PreTrainedConfig, tensor: int = 1, attention: str = "eager") -> DeclaredSplit:
@@ -26,21 +33,23 @@ def check_experts(config: PreTrainedConfig, tensor: int = 1, attention: str = "e
     logits or gradients differ, or if the experts are not computed by a function that can be chosen.
     """
     try:
-        split = split_beside_experts(empty_model(config, torch.float32), tensor)
+        model = empty_model(config, torch.float32)
         tiny = shrink_configuration(config, vocab_size=VOCABULARY)
     except COPY_ERRORS as error:
         raise not_distributed(config, f"no tiny copy can be made to compare with ({error})") from error
     attention = attention if attention in ("eager", "sdpa") else "eager"
     with torch.random.fork_rng(devices=[]):
-        compare_experts(tiny, tensor > 1, attention)
-    return split
+        return split_beside_experts(model, tensor, compare_experts(tiny, tensor > 1, attention))
 
 
-def split_beside_experts(model: PreTrainedModel, degree: int) -> DeclaredSplit:
-    """Returns how tensor parallel ranks split a model whose experts are distributed. Raises FamilyError."""
+def split_beside_experts(model: PreTrainedModel, degree: int, whole: Part = "") -> DeclaredSplit:
+    """Returns how tensor parallel ranks split a model whose experts are distributed. Raises FamilyError.
+
+    whole: the part of each layer that is left unsplit.
+    """
     if degree == 1:
         return DeclaredSplit({}, {})
-    split, experts = plan_split(model, degree), expert_parameters(model)
+    split, experts = plan_split(model, degree, whole), expert_parameters(model)
     modules = {name.rpartition(".")[0] for name in experts}
     return replace(
         split,
@@ -49,11 +58,11 @@ def split_beside_experts(model: PreTrainedModel, degree: int) -> DeclaredSplit:
     )
 
 
-def compare_experts(config: PreTrainedConfig, with_tensor: bool = False, attention: str = "eager") -> None:
+def compare_experts(config: PreTrainedConfig, with_tensor: bool = False, attention: str = "eager") -> Part:
     """Distributes the experts of the model of `config` itself over two ranks. Raises FamilyError if results differ.
 
-    with_tensor: whether these ranks also split the rest of the model. Otherwise both compute the same tokens, so the
-    gradients of experts are twice those of the whole model.
+    Returns the part of each layer that these ranks leave unsplit. with_tensor: whether they split the other part.
+    Otherwise both compute the same tokens, so the gradients of experts are twice those of the whole model.
     """
     try:
         whole = build_tiny_model(config, attention)
@@ -63,7 +72,8 @@ def compare_experts(config: PreTrainedConfig, with_tensor: bool = False, attenti
     names = expert_parameters(whole)
     if not names:
         raise not_distributed(config, "transformers has no function for them that could be replaced")
-    split = split_beside_experts(whole, RANKS if with_tensor else 1)
+    unsplit = whole_part(config, attention) if with_tensor else ""
+    split = split_beside_experts(whole, RANKS if with_tensor else 1, unsplit)
 
     def distributed(group: ThreadTensorGroup) -> PreTrainedModel:
         model = copy.deepcopy(whole)
@@ -97,3 +107,4 @@ def compare_experts(config: PreTrainedConfig, with_tensor: bool = False, attenti
         if difference.gradient > SUM_TOLERANCE:
             reason = f"its gradients deviate from the whole model's by {difference.gradient:.0e} {difference.parameter}"
             raise not_distributed(config, reason)
+    return unsplit

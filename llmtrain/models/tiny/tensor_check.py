@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
 from llmtrain.models.hub_names import empty_model
-from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel, no_split, plan_split
+from llmtrain.models.tensor.split import DeclaredSplit, Part, TensorParallel, no_split, plan_split
 from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, build_tiny_model, packed_input
@@ -77,16 +77,15 @@ def check_tensor_split(
     differ, or if the family declares no plan.
     """
     try:
-        split = plan_split(empty_model(config, torch.float32), degree)
+        model = empty_model(config, torch.float32)
         tiny = shrink_configuration(config, vocab_size=VOCABULARY)
     except COPY_ERRORS as error:
         raise no_split(config, f"no tiny copy can be made to compare with ({error})") from error
     attention = attention if attention in ("eager", "sdpa") else "eager"
     with torch.random.fork_rng(devices=[]):
         if sequence_parallel and supports_sequence_parallel(tiny, attention):
-            return replace(split, sequence_parallel=True)
-        compare_tensor_split(tiny, attention)
-    return split
+            return replace(plan_split(model, degree), sequence_parallel=True)
+        return plan_split(model, degree, whole_part(tiny, attention))
 
 
 def supports_sequence_parallel(config: PreTrainedConfig, attention: str = "eager") -> bool:
@@ -98,18 +97,42 @@ def supports_sequence_parallel(config: PreTrainedConfig, attention: str = "eager
     return True
 
 
-def compare_tensor_split(
-    config: PreTrainedConfig, attention: str = "eager", sequence_parallel: bool = False
-) -> DeclaredSplit:
-    """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ."""
+def whole_part(config: PreTrainedConfig, attention: str = "eager") -> Part:
+    """Returns the part of the layers that has to stay whole for the model of `config` to compute the same.
+
+    Some attention cannot be split by heads, and some feed-forwards not by their inner width. Raises FamilyError if the
+    other part cannot be split either.
+    """
     try:
-        whole = build_tiny_model(config, attention)
-        expected = outcome_of(whole)
+        compare_tensor_split(config, attention)
+        return ""
+    except FamilyError as error:
+        refusal = error
+    parts: tuple[Part, Part] = ("attention", "feed-forward")
+    for part in parts:
+        try:
+            compare_tensor_split(config, attention, whole=part)
+        except FamilyError:
+            continue
+        return part
+    raise refusal
+
+
+def compare_tensor_split(
+    config: PreTrainedConfig, attention: str = "eager", sequence_parallel: bool = False, whole: Part = ""
+) -> DeclaredSplit:
+    """Splits the model of `config` itself between two ranks and returns how. Raises FamilyError if results differ.
+
+    whole: the part of each layer that is left unsplit.
+    """
+    try:
+        model = build_tiny_model(config, attention)
+        expected = outcome_of(model)
     except MODEL_ERRORS as error:
         raise no_split(config, f"its tiny copy does not run ({type(error).__name__}: {error})") from error
-    split = replace(plan_split(whole, RANKS), sequence_parallel=sequence_parallel)
+    split = replace(plan_split(model, RANKS, whole), sequence_parallel=sequence_parallel)
     try:
-        outcomes = _run_split(whole, split)
+        outcomes = _run_split(model, split)
     except MODEL_ERRORS as error:
         # Whatever makes the family's forward fail with a part of its heads is the reason to reject the family.
         raise no_split(config, f"its forward pass fails when split ({type(error).__name__}: {error})") from error

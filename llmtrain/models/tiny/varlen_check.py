@@ -17,7 +17,7 @@ from llmtrain.errors import FamilyError
 from llmtrain.models.tiny.compare import Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input
-from llmtrain.models.varlen import VARLEN, takes_cu_seq_lens
+from llmtrain.models.varlen import VARLEN, pass_boundaries, takes_cu_seq_lens
 from llmtrain.overrides.transformers import attention_of
 
 GRADIENT_TOLERANCE = 1e-4
@@ -77,6 +77,7 @@ def bounds_reach(config: PreTrainedConfig) -> list[bool]:
     calls = _probe()
     with torch.no_grad():
         model = _model(config, PROBE)
+        pass_boundaries(model)
         model(**packed(model.config))
     return calls
 
@@ -162,4 +163,8 @@ def _difference(actual: Outcome, expected: Outcome) -> str:
 def _describe(error: Exception) -> str:
     """Returns an attention function's reason for rejecting the model, or the error of the model's own code."""
     text = " ".join(str(error).split())[:200]
+    if "'NoneType' object" in text:
+        return f"its own code reads the mask, which is not made ({type(error).__name__}: {text})"
+    if isinstance(error, KeyError) and PROBE in text:
+        return "it computes attention itself"
     return text if text.startswith("it ") else f"its tiny copy fails, {type(error).__name__}: {text}"

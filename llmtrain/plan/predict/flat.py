@@ -298,11 +298,13 @@ def split_of(plan: Plan, module: str) -> Split:
 def held_rows(plan: Plan, weights: Weights, weight: Weight) -> tuple[HeldRows, ...]:
     """Returns what each tensor parallel rank holds of the rows of a matrix; one entry if all hold whole rows."""
     block, width, tensor = block_of(plan.recipe.optim), weight.stored[-1], plan.divisor("matrices")
-    is_split = split_of(plan, weight.module) == "columns"
+    is_split = split_of(plan, weight.module) == ("rows" if weight.transposed else "columns")
     if not is_split or tensor_parallel_elements(plan, weights, weight) == weight.elements:
         return (HeldRows(width, ((0, width),), block),)
-    own = width // tensor
-    return tuple(HeldRows(width, ((rank * own, own),), block) for rank in range(tensor))
+    parts = 3 if weight.module == "c_attn" else 1  # queries, keys and values
+    own = width // (parts * tensor)
+    columns = (tuple(((part * tensor + rank) * own, own) for part in range(parts)) for rank in range(tensor))
+    return tuple(HeldRows(width, held, block) for held in columns)
 
 
 def tensor_parallel_elements(plan: Plan, weights: Weights, weight: Weight) -> int:

@@ -21,6 +21,7 @@ from llmtrain.plan.rules import assemble
 from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, T, global_batch, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
+from tests.helpers.moe import INDEXED
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, worst
 
 STEPS = 6
@@ -40,6 +41,15 @@ GPT2 = {
     "model.config": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": T}
     | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
 }
+
+GPTJ = {
+    "model.architecture": "gptj",
+    "model.attention": "eager",
+    "model.config": GPT2["model.config"] | {"rotary_dim": 8},
+}
+"""It computes attention itself, so its ranks exchange what the projections return."""
+INDEXED_ROWS = {"model.architecture": "deepseek_v32", "model.config": INDEXED | {"index_n_heads": 32}}
+"""With many heads, no scores of the indexer are equal."""
 
 
 def _recipe(ranks: int, sp: int, stage: int, accumulation: int = 1, **fields):
@@ -86,6 +96,8 @@ PAIR = [
     (1, 1, GPT2),
     (1, 1, MIXTRAL),
     (3, 1, MIXTRAL),
+    (3, 1, INDEXED_ROWS),
+    (3, 1, GPTJ),
 ]
 
 

@@ -16,6 +16,7 @@ from llmtrain.checkpoint.state import load
 from llmtrain.models import build_model
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
+from tests.helpers.moe import GPT_OSS
 from tests.helpers.traces import Trace, engine_of, plain_run, plan_of, trace, worst
 
 ROOT = Path(__file__).parents[3]
@@ -29,6 +30,16 @@ UNTIED |= {"model.config.pad_token_id": 200}  # a row of zeros, on the last rank
 OFFLOAD = {"parallel.offload_optimizer": "cpu"}
 QWEN = {"model.architecture": "qwen3", "model.config.head_dim": 16}
 """Norms over each head, whose gradients the ranks have to add."""
+GPT2 = {
+    "model.architecture": "gpt2",
+    "model.config": {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+}
+BLOOM = {
+    "model.architecture": "bloom",
+    "model.attention": "eager",
+    "model.config": {"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+}
 DROPOUT = {"model.config.attention_dropout": 0.1}
 CPU = torch.device("cpu")
 
@@ -98,6 +109,16 @@ def test_sums_of_experts_are_delayed_to_the_end_of_their_block():
     again = fields | {"parallel.activation_checkpointing": "full"}
     cases = [(fields, _recipe(2, 1, stage, GLOBAL_BATCH, **fields)) for stage in (0, 2, 3)]
     _compare([*cases, (fields, _recipe(2, 1, 1, GLOBAL_BATCH, **again))], 2)
+
+
+@pytest.mark.breadth
+def test_matrices_of_three_projections_alibi_and_biases_of_experts_match_the_plain_loop():
+    """Those of GPT-2 are transposed."""
+    experts = {f"model.{name}": value for name, value in GPT_OSS.items()}
+    cases = [(GPT2, 1, 1), (GPT2, 3, 1), (BLOOM, 3, 1)]
+    cases += [(experts, stage, GLOBAL_BATCH) for stage in (2, 3)]
+    recipes = ((SGD | fields, stage, steps) for fields, stage, steps in cases)
+    _compare([(fields, _recipe(2, 1, stage, steps, **fields)) for fields, stage, steps in recipes], 2)
 
 
 @pytest.mark.breadth

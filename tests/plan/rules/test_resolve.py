@@ -129,8 +129,8 @@ LEGAL = [
 ]
 REFUSED = [
     ("layout.tensor_divides", {"parallel.tensor": 4}),
-    ("tensor.family", {**PIPELINE, "parallel.tensor": 2, "model.architecture": "gpt2", "model.config": {}}),
-    ("tensor.family", {**EVEN_HEADS, "model.architecture": "doge"}),
+    ("tensor.family", {**PIPELINE, "parallel.tensor": 2, "model.architecture": "mamba", "model.config": {}}),
+    ("tensor.family", {"parallel.tensor": 2, "model.architecture": "cpmant", "model.config": {}}),
     ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
     ("layout.expert", {"parallel.expert": 2}),
