@@ -17,6 +17,7 @@ import dis
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -211,8 +212,13 @@ def pass_boundaries(model: nn.Module) -> None:
         further = _further_arguments(layer)
         if further and attention and not _reads(layer, further):
             for module, kind in ((layer, _PassesBoundaries), *((child, _ReceivesBoundaries) for child in attention)):
-                own = type(module)
-                module.__class__ = type(own.__name__, (kind, own), {"__module__": own.__module__})
+                module.__class__ = _extended(type(module), kind)  # type: ignore[arg-type]
+
+
+@cache
+def _extended(own: type, kind: type) -> type:
+    """Returns a class of a family with the forward method of `kind`; the same for all layers, which share a graph."""
+    return type(own.__name__, (kind, own), {"__module__": own.__module__})
 
 
 def _further_arguments(module: nn.Module) -> str:
