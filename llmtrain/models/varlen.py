@@ -212,11 +212,11 @@ def pass_boundaries(model: nn.Module) -> None:
         further = _further_arguments(layer)
         if further and attention and not _reads(layer, further):
             for module, kind in ((layer, _PassesBoundaries), *((child, _ReceivesBoundaries) for child in attention)):
-                module.__class__ = _extended(type(module), kind)
+                module.__class__ = _extended(type(module), kind)  # type: ignore[arg-type]
 
 
 @cache
-def _extended(own: Any, kind: Any) -> type:
+def _extended(own: type, kind: type) -> type:
     """Returns a class of a family with the forward method of `kind`; the same for all layers, which share a graph."""
     return type(own.__name__, (kind, own), {"__module__": own.__module__})
 
