@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES, MIXES_DOCUMENTS, SLICED_FAMILIES
+from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES, MIXES_DOCUMENTS, MIXING_PARTS, SLICED_FAMILIES
 from tools import render
 from tools.page import ROOT
 
@@ -26,6 +26,8 @@ def test_the_lists_are_those_of_the_pages():
     assert {family for family, note in works.items() if note.endswith(", slices")} == MEGATRON_SP_FAMILIES
     mixing = {family for family, note in notes("families_documents").items() if "documents influence" in note}
     assert mixing == MIXES_DOCUMENTS
+    parts = {family: note.rpartition(" | ")[2] for family, note in notes("families_documents", "Works").items()}
+    assert {family for family, names in parts.items() if names} == MIXING_PARTS
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -37,6 +39,11 @@ def test_no_family_computes_something_else_without_being_refused(page):
 def test_almost_all_families_can_be_cut_into_stages():
     works, refused = (len(notes("families", kind)) for kind in ("Works", "Refused"))
     assert works >= 120
+    assert works / (works + refused) >= 0.95
+
+
+def test_almost_all_families_keep_documents_apart():
+    works, refused = (len(notes("families_documents", kind)) for kind in ("Works", "Refused"))
     assert works / (works + refused) >= 0.95
 
 

@@ -16,7 +16,8 @@ from llmtrain.data import Documents
 from llmtrain.errors import FamilyError
 from llmtrain.models.tiny.compare import Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
-from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input
+from llmtrain.models.tiny.documents_check import build_kept_apart
+from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, packed_input
 from llmtrain.models.varlen import VARLEN, takes_cu_seq_lens
 from llmtrain.overrides.transformers import attention_of
 
@@ -126,7 +127,7 @@ def _model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
     All models have the same weights.
     """
-    return build_tiny_model(copy.deepcopy(config), attention).eval()
+    return build_kept_apart(copy.deepcopy(config), attention).eval()
 
 
 def _packed_logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
