@@ -113,7 +113,7 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     has_head: whether the loss is computed from the model's output.
     """
     recipe, kernels = plan.recipe, plan.recipe.kernels
-    if recipe.data.has_document_mask:
+    if recipe.data.has_document_mask or recipe.parallel.sequence > 1:
         keep_apart(model, mixing_parts(model.config))
     if kernels.fp8 != "off":
         precision.use_fp8(model, kernels.fp8)

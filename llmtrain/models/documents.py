@@ -7,6 +7,9 @@ gpt-oss) give it no positions to look at, and their documents would see each oth
 No mask separates documents in a recurrence, a convolution, or an indexer that chooses among all tokens of a row. Such a
 part of a decoder layer, found by trial (`llmtrain.models.tiny.documents_check`), is called with documents as rows. It
 begins each with an empty state, and needs no boundaries, so this is right for every kernel on every machine.
+
+If ranks hold slices of the sequences, such a part gathers them, and computes only what the own slice depends on: the
+documents that reach into it, from their beginning to the end of the slice.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, cached_property, partial, wraps
 from inspect import signature
 from typing import Any
@@ -34,14 +38,42 @@ LEAST_FILLED = 0.5
 filled up, so that at most half of what is computed is dropped."""
 
 
-class Rows:
-    """The documents of a micro-batch as rows of about the same length."""
+@dataclass(frozen=True)
+class Slices:
+    """The slices of sequences that ranks hold."""
 
-    def __init__(self, position_ids: Tensor, documents: Documents | None = None) -> None:
-        """position_ids: [batch, T], of whole sequences. documents: in them; by default they are found."""
+    rank: int
+    size: int
+    gather: Callable[[Tensor], Tensor]
+    """Joins the slices of all ranks, [batch, T / size, …] → [batch, T, …]; differentiable."""
+
+
+class Rows:
+    """The documents of a micro-batch, or those that a slice of it depends on, as rows of about the same length."""
+
+    def __init__(
+        self, position_ids: Tensor, documents: Documents | None = None, columns: tuple[int, int] | None = None
+    ) -> None:
+        """position_ids: [batch, T], of whole sequences. documents: in them; by default they are found. columns: first
+        and end of the slice whose results are needed; by default all."""
         self.shape = position_ids.shape
+        self.columns = columns or (0, self.shape[1])
         self._positions, self._documents = position_ids, documents
         self._on: dict[torch.device, tuple[list[tuple[Tensor, Tensor]], Tensor]] = {}
+        self._slices: dict[tuple[int, int], Rows] = {}
+
+    @property
+    def result_shape(self) -> tuple[int, int]:
+        """The shape of what is computed, [batch, columns]."""
+        return self.shape[0], self.columns[1] - self.columns[0]
+
+    def slice(self, rank: int, size: int) -> Rows:
+        """Returns the rows that one of `size` equal slices depends on."""
+        if (rank, size) not in self._slices:
+            length = self.shape[1] // size
+            columns = (rank * length, (rank + 1) * length)
+            self._slices[rank, size] = Rows(self._positions, self.documents, columns)
+        return self._slices[rank, size]
 
     @cached_property
     def documents(self) -> Documents:
@@ -55,7 +87,11 @@ class Rows:
         Places after the end of a document repeat its last token.
         """
         bounds = self.documents.bounds.long()
-        begins, lengths = bounds[:-1], bounds.diff()
+        begins, first, end = bounds[:-1], *self.columns
+        column = begins % self.shape[1]
+        lengths = bounds.diff().minimum(end - column)  # nothing depends on what comes after the slice
+        needed = (lengths > 0) & (column + lengths > first)
+        begins, lengths = begins[needed], lengths[needed]
         groups = []
         order = lengths.argsort(descending=True, stable=True)
         while len(order):
@@ -67,21 +103,23 @@ class Rows:
         return groups
 
     def on(self, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Returns the groups on a device, and the place of each token in their rows one after the other, [tokens]."""
+        """Returns the groups on a device, and the place of each result in their rows one after the other, [results]."""
         if device not in self._on:
             found = torch.cat([tokens.flatten() for tokens, _ in self._groups])
             real = torch.cat([(torch.arange(t.shape[1]) < n[:, None]).flatten() for t, n in self._groups])
-            places = torch.empty(int(real.sum()), dtype=torch.int64)
+            places = torch.empty(self.shape.numel(), dtype=torch.int64)
             places[found[real]] = real.nonzero()[:, 0]
+            places = places.view(self.shape)[:, slice(*self.columns)].flatten()
             groups = [(t.to(device, non_blocking=True), n.to(device, non_blocking=True)) for t, n in self._groups]
             self._on[device] = groups, places.to(device, non_blocking=True)
         return self._on[device]
 
 
 class _Active(threading.local):
-    """The documents of the forward pass that runs in this thread."""
+    """The documents of the forward pass that runs in this thread, and the slices that ranks hold."""
 
     rows: Rows | None = None
+    slices: Slices | None = None
 
 
 _active = _Active()
@@ -113,6 +151,21 @@ def documents_as_rows(rows: Rows | None) -> Iterator[None]:
         yield
     finally:
         _active.rows = before
+
+
+@contextmanager
+def sequences_in_slices(slices: Slices | None) -> Iterator[None]:
+    """A context in which this rank holds slices of sequences; None for whole ones."""
+    before, _active.slices = _active.slices, slices
+    try:
+        yield
+    finally:
+        _active.slices = before
+
+
+def holds_slices() -> bool:
+    """Whether the running part of a model is given slices of sequences."""
+    return _active.slices is not None
 
 
 def on_same_documents(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -155,9 +208,12 @@ def _per_document(kind: type[nn.Module]) -> type[nn.Module]:
 
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        rows = _active.rows
-        if rows is None or not rows.documents.has_shared_rows:
+        rows, slices = _active.rows, _active.slices
+        if rows is None or (slices is None and not rows.documents.has_shared_rows):
             return kind.forward(self, *args, **named)
+        if slices is not None:
+            args, named = _gathered(rows, slices, args), _gathered(rows, slices, named)
+            rows = rows.slice(slices.rank, slices.size)
         return compute_per_document(partial(kind.forward, self), rows, args, named)
 
     first = list(signature(kind.forward).parameters)[1]
@@ -178,7 +234,7 @@ def _per_document(kind: type[nn.Module]) -> type[nn.Module]:
 def compute_per_document(
     function: Callable[..., Any], rows: Rows, args: tuple[Any, ...], named: Mapping[str, Any]
 ) -> Any:
-    """Calls a function of [batch, T, …] with documents as rows, and returns its results [batch, T, …].
+    """Calls a function of [batch, T, …] with documents as rows, and returns its results [batch, T, …], or a slice.
 
     The function is causal, so what follows a document in its row has no influence on it. All arguments are cut that
     have a dimension of tokens, masks [batch, heads, T, T] among them; boundaries are left out. Results without a
@@ -191,9 +247,19 @@ def compute_per_document(
     results = []
     for tokens, lengths in groups:
         cut = partial(_cut, rows.shape, tokens, lengths)
-        with documents_as_rows(None), routed(None):
+        with documents_as_rows(None), sequences_in_slices(None), routed(None):
             results.append((function(*_mapped(cut, args), **_mapped(cut, named)), tokens.shape))
-    return _joined(results, places, rows.shape)
+    return _joined(results, places, rows.result_shape)
+
+
+def _gathered(rows: Rows, slices: Slices, arguments: Any) -> Any:
+    """Joins the slices of all ranks in each argument that is one."""
+    batch, length = rows.shape
+
+    def gather(tensor: Tensor) -> Tensor:
+        return slices.gather(tensor) if tensor.shape[:2] == (batch, length // slices.size) else tensor
+
+    return _mapped(gather, arguments)
 
 
 def _hidden(rows: Rows, arguments: Any) -> Tensor:
@@ -238,11 +304,11 @@ def _cut_mask(mask: Tensor, tokens: Tensor, lengths: Tensor, length: int) -> Ten
     sample = tokens[:, 0] // length if len(mask) > 1 else torch.zeros_like(tokens[:, 0])
     blocks = mask[sample[:, None, None], :, columns[:, :, None], columns[:, None, :]].movedim(-1, 1)
     is_after = torch.arange(tokens.shape[1], device=mask.device) >= lengths[:, None]
-    masked = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
-    return blocks.masked_fill(is_after[:, None, None, :], masked)
+    masked = mask[0, 0, 0, -1]  # what the first token has for the last one, in any kind of mask
+    return torch.where(is_after[:, None, None, :], masked, blocks)
 
 
-def _joined(results: list[tuple[Any, torch.Size]], places: Tensor, shape: torch.Size) -> Any:
+def _joined(results: list[tuple[Any, torch.Size]], places: Tensor, shape: tuple[int, int]) -> Any:
     """Joins the results of the groups, each with the shape of its rows. places: see `Rows.on`."""
     first = results[0][0]
     if isinstance(first, tuple | list):

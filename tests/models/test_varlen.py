@@ -269,9 +269,7 @@ def test_a_family_that_mixes_documents_is_noted_in_a_plan():
 @pytest.mark.parametrize("source", [{"name": "stdlib_chat"}, {"name": "rows.jsonl", "format": "messages"}])
 def test_a_plan_refuses_to_pack_conversations_for_families_that_mix_documents(source):
     fields = {"model.architecture": "cpmant", "model.config": {"vocab_size": 256}, "data.sources": [source]}
-    with pytest.raises(
-        RecipeError, match=r"'cpmant' lets packed conversations influence(.|\n)*packing=none"
-    ):
+    with pytest.raises(RecipeError, match=r"'cpmant' lets packed conversations influence(.|\n)*packing=none"):
         small_plan(**fields)
     assert not small_plan(**fields, **{"data.packing": "none"}).notes
     assert small_plan(**(fields | {"model.architecture": "mamba"}))

@@ -2,7 +2,8 @@
 
 Each rank of a group holds a slice of the sequence. Around attention, each rank exchanges slices of its heads for the
 other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Whatever else a model
-computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router.
+computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router. Recurrences
+and convolutions gather the tokens that the rank's slice depends on (`llmtrain.models.documents`).
 
 DeepSpeed's own adapter, `UlyssesSPAttentionHF`, drops masks (`docs/upstream/ulysses_masks.md`) and replaces a function
 of `transformers` for the life of the process. This module uses its exchange without the adapter.
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
+from llmtrain.models.documents import Slices, holds_slices, sequences_in_slices
 from llmtrain.overrides.transformers import attention_of, defining_module, mask_arguments, router_loss
 
 Group = Any
@@ -54,11 +56,16 @@ class Ulysses:
         inner = ALL_ATTENTION_FUNCTIONS.get(self._attention)  # None for `eager`, which is in the family's own file
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-            return self._attend(inner or defining_module(module).eager_attention_forward, module, *args, **kwargs)
+            function = inner or defining_module(module).eager_attention_forward
+            if holds_slices():
+                return self._attend(function, module, *args, **kwargs)
+            output: tuple[Tensor, None] = function(module, *args, **kwargs)  # in a part that has gathered them
+            return output
 
         with ExitStack() as stack:
             ALL_ATTENTION_FUNCTIONS[self._attention] = attention
             stack.callback(ALL_ATTENTION_FUNCTIONS.__delitem__, self._attention)
+            stack.enter_context(sequences_in_slices(Slices(self.rank, self.size, self._whole)))
             stack.enter_context(mask_arguments(self._whole_masks))
             stack.enter_context(router_loss(self._model, self._whole_router_loss))
             yield
@@ -85,8 +92,9 @@ class Ulysses:
         self._positions = self._whole(position_ids)
         self._interleaved = True
 
-    def _whole(self, position_ids: Tensor) -> Tensor:
-        return self._all_to_all([position_ids] * self.size, join=1)
+    def _whole(self, part: Tensor) -> Tensor:
+        """Joins the slices of all ranks, [batch, T / size, …] → [batch, T, …]; differentiable."""
+        return self._all_to_all([part] * self.size, join=1)
 
     def _attend(
         self,

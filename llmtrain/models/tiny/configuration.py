@@ -149,6 +149,8 @@ def _field(name: str, value: Any, total: int, kept: list[int]) -> Any:
         return min(value, VOCABULARY - 1) if isinstance(value, int) else VOCABULARY - 1
     if isinstance(value, float) and any(noise in name for noise in _NOISE):
         return 0.0
+    if name == "num_experts_per_tok" and value == 1:
+        return value  # zaya has only such routers
     if name == "mrope_section":
         return [4, 2, 2]
     if name == "per_layer_config":
