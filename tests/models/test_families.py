@@ -17,7 +17,8 @@ def notes(page: str, kind: str = r"[\w ]+") -> dict[str, str]:
     """Returns the families of one kind on a page, or all, with their notes."""
     text = (ROOT / f"docs/reference/{page}.md").read_text(encoding="utf-8")
     sections = re.findall(rf"^## ({kind})\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
-    return dict(row for _, section in sections for row in re.findall(r"^\| (\S+) \| (.*) \|$", section, re.MULTILINE))
+    rows = (row for _, section in sections for row in re.findall(r"^\| (\S+) \| (.*) \|$", section, re.MULTILINE))
+    return {family: note for family, note in rows if family != "Family"}
 
 
 def test_the_lists_are_those_of_the_pages():

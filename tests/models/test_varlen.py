@@ -257,6 +257,13 @@ def test_no_tensor_has_the_size_of_a_mask(monkeypatch):
     assert max(seen) < 100 * 100
 
 
+def test_a_plan_says_what_slices_of_sequences_repeat():
+    for architecture, noted in (("mamba", ["model.repeated_parts"]), ("llama", [])):
+        fields = {"model.architecture": architecture, "model.config": {"vocab_size": 256}, "parallel.sequence": 2}
+        plan = small_plan(**fields)
+        assert [note["rule"] for note in plan.notes] == noted
+
+
 def test_a_family_that_mixes_documents_is_noted_in_a_plan():
     plan = small_plan(**{"model.architecture": "cpmant", "model.config": {"vocab_size": 256}})
     assert [note["rule"] for note in plan.notes] == ["data.documents_mixed"]
