@@ -57,8 +57,8 @@ ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROTARY}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "zaya": {"num_experts_per_tok": 1},
 }
 """Fields that a family's defaults leave unset or that must have a specific value."""
 
@@ -75,6 +75,8 @@ class Verdict:
     kind: str
     """One of `KINDS`."""
     note: str = ""
+    others: tuple[str, ...] = ()
+    """What the page says in its other columns."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +87,15 @@ class Trial:
     """The page is `docs/reference/NAME.md`."""
     build: Callable[[PreTrainedConfig], Any]
     """Builds what `compare` gets. A family for which this fails cannot be built."""
-    compare: Callable[[Any], tuple[str, str]]
-    """Returns the kind of the result and a note, or raises a FamilyError, which counts as `refused`."""
+    compare: Callable[[Any], tuple[str, ...]]
+    """Returns the kind of the result and a note for each column, or raises a FamilyError, which counts as `refused`."""
     lists: Callable[[list[Verdict]], dict[str, Any]] = lambda verdicts: {}
     """Returns what is written to `families.json`, by its key."""
     kind: str = "are decoder-only"
     """What the families have in common."""
     others: str = "are not decoder-only language models"
+    columns: tuple[str, ...] = ("",)
+    """The heads of the columns of notes."""
 
     def judge(self, family: str) -> Verdict:
         """Tries a family, unless it is out of scope."""
@@ -102,7 +106,8 @@ class Trial:
         except Exception as error:
             return Verdict(family, "not built", f"{type(error).__name__}: {one_line(error)}")
         try:
-            return Verdict(family, *self.compare(built))
+            kind, note, *others = self.compare(built)
+            return Verdict(family, kind, note, tuple(others))
         except FamilyError as refusal:
             return Verdict(family, "refused", without_size(refusal))
 
@@ -124,8 +129,9 @@ class Trial:
             f"could not be built. {outside} {self.others}, or are another name of one."
         )
         for kind, found in by_kind.items():
-            rows = ((verdict.family, verdict.note) for verdict in found)
-            text += f"\n## {kind.capitalize()}\n\n{table(('Family', ''), rows)}" if found else ""
+            columns = self.columns if any(verdict.others for verdict in found) else ("",)
+            rows = ((verdict.family, verdict.note, *verdict.others) for verdict in found)
+            text += f"\n## {kind.capitalize()}\n\n{table(('Family', *columns), rows)}" if found else ""
         lists = self.lists(verdicts)
         return {**filled(f"docs/reference/{self.name}.md", families=text), **(with_lists(lists) if lists else {})}
 
@@ -331,31 +337,46 @@ def tensor() -> Files:
     return TENSOR.files(TENSOR.every_family())
 
 
-# Packed documents: apart without masks, and their influence on each other with masks.
-
-INFLUENCE = "documents influence each other"
+# Packed documents: their influence on each other with masks, and with boundaries.
 
 
-def _with_influence(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
+def _with_parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
+    """Returns a configuration with the names of the parts that compute each document on their own."""
+    from llmtrain.models.tiny.documents_check import mixing_parts_of
+
+    return config, " ".join(sorted(f"`{kind.__name__}`" for kind in mixing_parts_of(config)))
+
+
+def _compare_documents(built: tuple[PreTrainedConfig, str]) -> tuple[str, ...]:
     from llmtrain.models.tiny.documents_check import influences
 
-    return config, INFLUENCE if influences(config) else ""
-
-
-def _compare_attention(built: tuple[PreTrainedConfig, str]) -> tuple[str, str]:
-    config, note = built
+    config, parts = built
+    if influences(config):
+        return "refused", "documents influence each other"
     try:
         check_attention(config, "varlen")
     except FamilyError as refusal:
-        return "refused", "; ".join(filter(None, (without_size(refusal), note)))
-    return "works", note
+        return "works", without_size(refusal), parts
+    return "works", BY_BOUNDARIES, parts
+
+
+BY_BOUNDARIES = "yes"
 
 
 def _documents_lists(verdicts: list[Verdict]) -> dict[str, Any]:
-    return {"mixes_documents": names(verdict for verdict in verdicts if verdict.note.endswith(INFLUENCE))}
+    return {
+        "mixes_documents": names(verdict for verdict in verdicts if verdict.kind == "refused"),
+        "mixing_parts": names(verdict for verdict in verdicts if any(verdict.others)),
+    }
 
 
-DOCUMENTS = Trial("families_documents", _with_influence, _compare_attention, _documents_lists)
+DOCUMENTS = Trial(
+    "families_documents",
+    _with_parts,
+    _compare_documents,
+    _documents_lists,
+    ("With `varlen`", "Parts that compute each document on its own"),
+)
 
 
 def documents() -> Files:

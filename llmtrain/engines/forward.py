@@ -1,7 +1,7 @@
 """One forward pass of a causal LM, the same for every engine that calls the whole model.
 
-Masks keep packed documents apart (`llmtrain.models.documents`). Attention kernels without a mask receive the boundaries
-as arguments of the forward pass.
+Masks keep packed documents apart, and parts of layers in which no mask can do so compute each on its own
+(`llmtrain.models.documents`). Attention kernels without a mask receive the boundaries as arguments of the forward pass.
 """
 
 from __future__ import annotations
@@ -41,10 +41,11 @@ from llmtrain.models.compiled import (
     compiled_loss,
     share_compiler_threads,
 )
-from llmtrain.models.documents import document_masks
+from llmtrain.models.documents import document_masks, keep_apart
 from llmtrain.models.head_loss import HeadLoss, check_head, head_loss
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
 from llmtrain.models.tiny.classifier_check import check_classifier
+from llmtrain.models.tiny.documents_check import mixing_parts
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of
@@ -91,7 +92,8 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     if recipe.objective.hidden_states:
         check_head(config)
     if kernels.blocks == "compiled":
-        check_layers(config, recipe.model.attention_kernel)
+        kinds = mixing_parts(config) if recipe.data.has_document_mask else ()
+        check_layers(config, recipe.model.attention_kernel, kinds)
     elif kernels.blocks == "liger":
         liger.check_blocks(config, device)
     if recipe.parallel.tiled_mlp:
@@ -111,6 +113,8 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     has_head: whether the loss is computed from the model's output.
     """
     recipe, kernels = plan.recipe, plan.recipe.kernels
+    if recipe.data.has_document_mask or recipe.parallel.sequence > 1:
+        keep_apart(model, mixing_parts(model.config))
     if kernels.fp8 != "off":
         precision.use_fp8(model, kernels.fp8)
     if "compiled" in (kernels.blocks, kernels.loss):

@@ -12,20 +12,21 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from llmtrain.data import Documents
+from llmtrain.data import Documents, MicroBatch
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import cpu
+from llmtrain.models.documents import document_masks, keep_apart, per_document
 from llmtrain.models.loss import target_loss_sum, target_losses
 from llmtrain.models.stages import Placeholder, decoder_layers
 from llmtrain.models.tiny.compare import Outcome, deviation, logits_outcome
@@ -71,7 +72,7 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
 
     attention: the model's attention implementation. If it is known not to break the graph, a layer must compile to one
     graph, or compilation fails. Otherwise a layer compiles to two graphs, with the attention running eagerly between
-    them.
+    them, as does a part that computes each document on its own.
     """
     if attention not in TRACED and ALL_ATTENTION_FUNCTIONS[attention] is not _eager.get(attention):
         # Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which
@@ -81,7 +82,7 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Placeholder):
-            layer.forward = _compiled_layer(layer.forward, attention)
+            layer.forward = _compiled_layer(layer, attention)
 
 
 def share_compiler_threads(ranks: int) -> None:
@@ -109,9 +110,10 @@ def compiled_loss(on_cpu: bool, of_tokens: bool = False) -> Callable[[Tensor, Te
 
 
 def _compiled_layer(
-    forward: Compiled, attention: str, backend: Compiled | str | None = None, limit: int = MAX_COMPILED_VARIANTS
+    layer: nn.Module, attention: str, backend: Compiled | str | None = None, limit: int = MAX_COMPILED_VARIANTS
 ) -> Compiled:
-    compiled = _compiled(forward, attention in WHOLE_GRAPH, backend, limit)
+    is_whole = attention in WHOLE_GRAPH and not per_document(layer)
+    compiled = _compiled(layer.forward, is_whole, backend, limit)
     return varying_documents(compiled) if attention == VARLEN else compiled
 
 
@@ -196,19 +198,21 @@ def _not_compiled(field: str, why: str, cure: str = "") -> Problem:
     return Problem("kernels.compiler", field, f"'compiled' cannot be used: {why}", f"{cure}--set {field}={other}")
 
 
-def check_layers(config: PreTrainedConfig, attention: str) -> None:
+def check_layers(config: PreTrainedConfig, attention: str, kinds: Collection[type[nn.Module]] = ()) -> None:
     """Traces the layers of a tiny copy of the model and compares logits and gradients; on the CPU, in fp32.
 
-    Nothing is compiled: the traced graphs run as they are. Raises RecipeError if a layer cannot be traced as a whole,
-    if nearly every layer would need its own compilation, or if the results differ.
+    kinds: of the parts that compute each document on its own. Nothing is compiled: the traced graphs run as they are.
+    Raises RecipeError if a layer cannot be traced as a whole, if nearly every layer would need its own compilation, or
+    if the results differ.
     """
-    key = f"{attention} {config.to_json_string()}"
+    key = f"{attention} {bool(kinds)} {config.to_json_string()}"
     if key in _accepted:
         return
     torch.compiler.reset()  # graphs traced earlier must not count among the kinds
     try:
         with torch.random.fork_rng(devices=[]):
-            worst = _deviation(shrink_configuration(config), attention if attention in WHOLE_GRAPH else "eager")
+            tried = attention if attention in WHOLE_GRAPH else "eager"
+            worst = _deviation(shrink_configuration(config), tried, kinds)
     except (*COPY_ERRORS, too_many_graphs()) as error:
         raise _refused(config, f" ({type(error).__name__}: {reason(error)})") from error
     finally:
@@ -223,18 +227,20 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
     return RecipeError(Problem("kernels.blocks", "kernels.blocks", message, "--set kernels.blocks=eager"))
 
 
-def _deviation(config: PreTrainedConfig, attention: str) -> float:
+def _deviation(config: PreTrainedConfig, attention: str, kinds: Collection[type[nn.Module]]) -> float:
     """Returns the largest deviation of logits and gradients."""
     model = build_tiny_model(config, attention)
+    keep_apart(model, kinds)
     tokens, positions = packed_input(config)
     bounds = Documents.of(positions).arguments(tokens.device) if attention == VARLEN else {}
 
     def outcome() -> Outcome:
-        output = model(input_ids=tokens, position_ids=positions, use_cache=False, **bounds)
+        with document_masks(MicroBatch(tokens, positions, labels=tokens)):
+            output = model(input_ids=tokens, position_ids=positions, use_cache=False, **bounds)
         return logits_outcome(model, output.logits, getattr(output, "aux_loss", None))
 
     expected = outcome()
     for layer in decoder_layers(model)[1]:
-        layer.forward = _compiled_layer(layer.forward, attention, "aot_eager", MAX_LAYER_KINDS)
+        layer.forward = _compiled_layer(layer, attention, "aot_eager", MAX_LAYER_KINDS)
     compiled = deviation(outcome(), expected)
     return max(compiled.output, compiled.gradient)

@@ -1,39 +1,323 @@
-"""Attention masks of packed documents.
+"""Packed documents in layers: attention masks, and modules that compute each document on its own.
 
 The document boundaries of a micro-batch are known on the host, so no device has to be read. `transformers` looks for
 them in the positions before it makes a mask, and waits for the device in each forward pass. Some families (OPT, BLOOM,
 gpt-oss) give it no positions to look at, and their documents would see each other.
+
+No mask separates documents in a recurrence, a convolution, or an indexer that chooses among all tokens of a row. Such a
+part of a decoder layer, found by trial (`llmtrain.models.tiny.documents_check`), is called with documents as rows. It
+begins each with an empty state, and needs no boundaries, so this is right for every kernel on every machine.
+
+If ranks hold slices of the sequences, such a part gathers them, and computes only what the own slice depends on: the
+documents that reach into it, from their beginning to the end of the slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, cached_property, partial, wraps
+from inspect import signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from llmtrain.data import Documents, MicroBatch
+from llmtrain.models.own_attention import routed
+from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.transformers import document_indices, mask_arguments
+
+BOUNDARIES = (*Documents.NAMES, "seq_idx")
+"""Arguments by which `transformers` gives boundaries to a module. Rows with one document each have none."""
+LEAST_FILLED = 0.5
+"""Rows are computed together if the shortest has at least this share of the tokens of the longest: the rest of a row is
+filled up, so that at most half of what is computed is dropped."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """The slices of sequences that ranks hold."""
+
+    rank: int
+    size: int
+    gather: Callable[[Tensor], Tensor]
+    """Joins the slices of all ranks, [batch, T / size, …] → [batch, T, …]; differentiable."""
+
+
+class Rows:
+    """The documents of a micro-batch, or those that a slice of it depends on, as rows of about the same length."""
+
+    def __init__(
+        self, position_ids: Tensor, documents: Documents | None = None, columns: tuple[int, int] | None = None
+    ) -> None:
+        """position_ids: [batch, T], of whole sequences. documents: in them; by default they are found. columns: first
+        and end of the slice whose results are needed; by default all."""
+        self.shape = position_ids.shape
+        self.columns = columns or (0, self.shape[1])
+        self._positions, self._documents = position_ids, documents
+        self._on: dict[torch.device, tuple[list[tuple[Tensor, Tensor]], Tensor]] = {}
+        self._slices: dict[tuple[int, int], Rows] = {}
+
+    @property
+    def result_shape(self) -> tuple[int, int]:
+        """The shape of what is computed, [batch, columns]."""
+        return self.shape[0], self.columns[1] - self.columns[0]
+
+    def slice(self, rank: int, size: int) -> Rows:
+        """Returns the rows that one of `size` equal slices depends on."""
+        if (rank, size) not in self._slices:
+            length = self.shape[1] // size
+            columns = (rank * length, (rank + 1) * length)
+            self._slices[rank, size] = Rows(self._positions, self.documents, columns)
+        return self._slices[rank, size]
+
+    @cached_property
+    def documents(self) -> Documents:
+        """The documents; waits for a device that has the positions."""
+        return self._documents or Documents.of(self._positions.cpu())
+
+    @cached_property
+    def _groups(self) -> list[tuple[Tensor, Tensor]]:
+        """For each group, the number of the token at each place of its rows, [documents, longest], and their lengths.
+
+        Places after the end of a document repeat its last token.
+        """
+        bounds = self.documents.bounds.long()
+        begins, first, end = bounds[:-1], *self.columns
+        column = begins % self.shape[1]
+        lengths = bounds.diff().minimum(end - column)  # nothing depends on what comes after the slice
+        needed = (lengths > 0) & (column + lengths > first)
+        begins, lengths = begins[needed], lengths[needed]
+        groups = []
+        order = lengths.argsort(descending=True, stable=True)
+        while len(order):
+            longest = int(lengths[order[0]])
+            together = lengths[order] >= LEAST_FILLED * longest
+            mine, order = order[together], order[~together]
+            places = torch.arange(longest).minimum(lengths[mine, None] - 1)
+            groups.append((begins[mine, None] + places, lengths[mine]))
+        return groups
+
+    def on(self, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """Returns the groups on a device, and the place of each result in their rows one after the other, [results]."""
+        if device not in self._on:
+            found = torch.cat([tokens.flatten() for tokens, _ in self._groups])
+            real = torch.cat([(torch.arange(t.shape[1]) < n[:, None]).flatten() for t, n in self._groups])
+            places = torch.empty(self.shape.numel(), dtype=torch.int64)
+            places[found[real]] = real.nonzero()[:, 0]
+            places = places.view(self.shape)[:, slice(*self.columns)].flatten()
+            groups = [(t.to(device, non_blocking=True), n.to(device, non_blocking=True)) for t, n in self._groups]
+            self._on[device] = groups, places.to(device, non_blocking=True)
+        return self._on[device]
+
+
+class _Active(threading.local):
+    """The documents of the forward pass that runs in this thread, and the slices that ranks hold."""
+
+    rows: Rows | None = None
+    slices: Slices | None = None
+
+
+_active = _Active()
 
 
 @contextmanager
 def document_masks(batch: MicroBatch) -> Iterator[None]:
-    """A context in which the attention masks that a model makes keep documents apart.
+    """A context in which the attention masks that a model makes keep documents apart, as do its other parts.
 
     batch: whole sequences, as the data provided them. If its documents are unknown, as for a batch on a device, the
-    context changes nothing.
+    masks remain those of `transformers`.
     """
-    if batch.documents is None:
+    with documents_as_rows(Rows(batch.position_ids, batch.documents)):
+        if batch.documents is None:
+            yield
+            return
+        with (
+            document_indices(partial(_document_indices, batch.documents)),
+            mask_arguments(partial(_with_positions, batch.position_ids)),
+        ):
+            yield
+
+
+@contextmanager
+def documents_as_rows(rows: Rows | None) -> Iterator[None]:
+    """A context in which the modules of `keep_apart` compute these documents; None: what they are given as it is."""
+    before, _active.rows = _active.rows, rows
+    try:
         yield
+    finally:
+        _active.rows = before
+
+
+@contextmanager
+def sequences_in_slices(slices: Slices | None) -> Iterator[None]:
+    """A context in which this rank holds slices of sequences; None for whole ones."""
+    before, _active.slices = _active.slices, slices
+    try:
+        yield
+    finally:
+        _active.slices = before
+
+
+def holds_slices() -> bool:
+    """Whether the running part of a model is given slices of sequences."""
+    return _active.slices is not None
+
+
+def on_same_documents(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that has the active documents whenever it is called, as a recomputed layer needs them."""
+    rows = _active.rows
+
+    def call(*args: Any, **named: Any) -> Any:
+        with documents_as_rows(rows):
+            return function(*args, **named)
+
+    return call
+
+
+class PerDocument:
+    """What the modules of `keep_apart` are, besides what they were."""
+
+
+def keep_apart(model: PreTrainedModel, kinds: Collection[type[nn.Module]]) -> None:
+    """Lets parts of the decoder layers of a model, or of a stage of it, compute each document on its own.
+
+    kinds: the classes of these parts.
+    """
+    if not kinds:
         return
-    with (
-        document_indices(partial(_document_indices, batch.documents)),
-        mask_arguments(partial(_with_positions, batch.position_ids)),
-    ):
-        yield
+    for layer in decoder_layers(model)[1]:
+        for part in layer.children():
+            if type(part) in kinds:
+                # Not an attribute of the instance: a copy of the module must not call the original.
+                part.__class__ = _per_document(type(part))  # type: ignore[arg-type]
+
+
+def per_document(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules within a module that compute each document on its own."""
+    return [part for part in module.modules() if isinstance(part, PerDocument)]
+
+
+@cache
+def _per_document(kind: type[nn.Module]) -> type[nn.Module]:
+    """Returns a subclass that computes each document on its own."""
+
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
+        rows, slices = _active.rows, _active.slices
+        if rows is None or (slices is None and not rows.documents.has_shared_rows):
+            return kind.forward(self, *args, **named)
+        if slices is not None:
+            args, named = _gathered(rows, slices, args), _gathered(rows, slices, named)
+            rows = rows.slice(slices.rank, slices.size)
+        return compute_per_document(partial(kind.forward, self), rows, args, named)
+
+    first = list(signature(kind.forward).parameters)[1]
+
+    def call(self: nn.Module, *args: Any, **named: Any) -> Any:
+        # The hooks with which ZeRO-3 gathers weights in the backward pass only see inputs without a name.
+        return kind.__call__(self, *((named.pop(first),) if first in named else ()), *args, **named)
+
+    body = {
+        "forward": torch.compiler.disable(forward),  # type: ignore[no-untyped-call]
+        "__call__": call,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind, PerDocument), body)
+
+
+def compute_per_document(
+    function: Callable[..., Any], rows: Rows, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> Any:
+    """Calls a function of [batch, T, …] with documents as rows, and returns its results [batch, T, …], or a slice.
+
+    The function is causal, so what follows a document in its row has no influence on it. All arguments are cut that
+    have a dimension of tokens, masks [batch, heads, T, T] among them; boundaries are left out. Results without a
+    dimension of tokens, such as states at the end of a sequence, are None. Raises ValueError if no argument has the
+    shape of the micro-batch.
+    """
+    device = _hidden(rows, (args, named)).device
+    groups, places = rows.on(device)
+    named = {name: value for name, value in named.items() if name not in BOUNDARIES}
+    results = []
+    for tokens, lengths in groups:
+        cut = partial(_cut, rows.shape, tokens, lengths)
+        with documents_as_rows(None), sequences_in_slices(None), routed(None):
+            results.append((function(*_mapped(cut, args), **_mapped(cut, named)), tokens.shape))
+    return _joined(results, places, rows.result_shape)
+
+
+def _gathered(rows: Rows, slices: Slices, arguments: Any) -> Any:
+    """Joins the slices of all ranks in each argument that is one."""
+    batch, length = rows.shape
+
+    def gather(tensor: Tensor) -> Tensor:
+        return slices.gather(tensor) if tensor.shape[:2] == (batch, length // slices.size) else tensor
+
+    return _mapped(gather, arguments)
+
+
+def _hidden(rows: Rows, arguments: Any) -> Tensor:
+    """Returns the first tensor with the shape of the micro-batch."""
+    found: list[Tensor] = []
+    _mapped(lambda tensor: found.append(tensor) if tensor.shape[:2] == rows.shape else None, arguments)
+    if not found:
+        raise ValueError(f"its part that mixes tokens does not get whole sequences, {tuple(rows.shape)}")
+    return found[0]
+
+
+def _mapped(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """Changes all tensors of an argument."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _mapped(change, item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_mapped(change, item) for item in value)
+    return value
+
+
+def _cut(shape: torch.Size, tokens: Tensor, lengths: Tensor, tensor: Tensor) -> Tensor:
+    """Cuts a tensor of a micro-batch of this shape into rows. tokens, lengths: of a group, see `Rows`."""
+    batch, length = shape
+    first, *rest = tensor.shape or (0,)
+    if first in (1, batch) and rest[:1] == [length]:
+        whole = tensor.expand(batch, *rest).flatten(0, 1)
+        return whole.index_select(0, tokens.flatten()).view(*tokens.shape, *rest[1:])
+    if first in (1, batch) and len(rest) == 3 and rest[1:] == [length, length]:
+        return _cut_mask(tensor, tokens, lengths, length)
+    return tensor
+
+
+def _cut_mask(mask: Tensor, tokens: Tensor, lengths: Tensor, length: int) -> Tensor:
+    """Cuts the block of each document out of a mask, [1 or batch, heads, T, T] → [documents, heads, longest, longest].
+
+    Nothing attends to what is after a document, and what is there attends as the last token does, so that no row of
+    the mask is empty.
+    """
+    columns = tokens % length
+    sample = tokens[:, 0] // length if len(mask) > 1 else torch.zeros_like(tokens[:, 0])
+    blocks = mask[sample[:, None, None], :, columns[:, :, None], columns[:, None, :]].movedim(-1, 1)
+    is_after = torch.arange(tokens.shape[1], device=mask.device) >= lengths[:, None]
+    masked = mask[0, 0, 0, -1]  # what the first token has for the last one, in any kind of mask
+    return torch.where(is_after[:, None, None, :], masked, blocks)
+
+
+def _joined(results: list[tuple[Any, torch.Size]], places: Tensor, shape: tuple[int, int]) -> Any:
+    """Joins the results of the groups, each with the shape of its rows. places: see `Rows.on`."""
+    first = results[0][0]
+    if isinstance(first, tuple | list):
+        by_index = zip(*([(part, size) for part in result] for result, size in results), strict=True)
+        return type(first)(_joined(list(parts), places, shape) for parts in by_index)
+    if not isinstance(first, Tensor) or any(result.shape[:2] != size for result, size in results):
+        return None
+    flat = torch.cat([result.flatten(0, 1) for result, _ in results])
+    return flat.index_select(0, places).view(*shape, *flat.shape[1:])
 
 
 def _with_positions(

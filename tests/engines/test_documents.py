@@ -16,10 +16,17 @@ from transformers.integrations import flex_attention as integration
 
 from llmtrain.data import Documents, MicroBatch
 from llmtrain.engines.forward import forward, varlen_arguments
+from llmtrain.models.documents import document_masks, keep_apart
+from llmtrain.models.recompute.checkpoints import use_recomputation
+from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import shrink_configuration
+from llmtrain.models.tiny.documents_check import mixing_parts_of
 from llmtrain.models.tiny.model import build_tiny_model
+from llmtrain.recipe import ParallelConfig
 from tests.helpers import flash_stand_in
+from tools.families import tiny_config
 
+RECURRENT = ("qwen3_next", "mamba2", "jamba", "kimi_linear", "lfm2_moe", "recurrent_gemma")
 CPU = torch.device("cpu")
 LENGTHS = ((7, 1, 12, 4), (24,), (13, 11))
 """Of the documents in each row."""
@@ -171,3 +178,30 @@ def test_other_positions_have_other_documents():
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_attention_with_a_mask_gets_no_boundaries(attention):
     assert varlen_arguments(_model("llama", attention), _batch(), CPU) == {}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_a_recurrence_computes_each_document_as_alone(family):
+    config = tiny_config(family)
+    expected = _outcome(build_tiny_model(config, "eager"), is_packed=False)
+    model = build_tiny_model(config, "eager")
+    mixed = deviation(_outcome(model, is_packed=True), expected)
+    assert min(mixed.output, mixed.gradient) > 100 * SUM_TOLERANCE  # a state that is not reset
+    keep_apart(model, mixing_parts_of(config))
+    apart = deviation(_outcome(model, is_packed=True), expected)
+    assert max(apart.output, apart.gradient) <= SUM_TOLERANCE
+
+
+def _outcome(model, is_packed: bool) -> Outcome:
+    """Logits, [tokens, vocab], and gradients. Recomputed in the backward pass, outside of the batch's context."""
+    tokens = torch.randint(3, 90, (len(LENGTHS), sum(LENGTHS[0])), generator=torch.Generator().manual_seed(3))
+    batch = MicroBatch(tokens, _positions(), tokens)
+    use_recomputation(model.train(), ParallelConfig(activation_checkpointing="full"))
+    if is_packed:
+        with document_masks(batch):
+            logits = model(input_ids=tokens, position_ids=batch.position_ids, use_cache=False).logits.flatten(0, 1)
+    else:
+        rows = [(tokens[row, place][None], torch.arange(place.stop - place.start)[None]) for row, place in _documents()]
+        parts = [model(input_ids=one, position_ids=positions, use_cache=False).logits[0] for one, positions in rows]
+        logits = torch.cat(parts)
+    return logits_outcome(model, logits, None, zeros=True)

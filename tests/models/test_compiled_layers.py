@@ -106,7 +106,7 @@ def test_a_configuration_is_checked_once(monkeypatch):
     monkeypatch.setattr(compiled, "_deviation", lambda *about: asked.append(about) or 0.0)
     for attention in ("sdpa", "sdpa", "eager"):
         check_layers(_llama(), attention)
-    assert [attention for _, attention in asked] == ["sdpa", "eager"]
+    assert [attention for _, attention, _ in asked] == ["sdpa", "eager"]
 
 
 def test_all_layers_share_one_graph_and_keep_their_names(monkeypatch):

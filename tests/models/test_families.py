@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES, MIXES_DOCUMENTS, SLICED_FAMILIES
+from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES, MIXES_DOCUMENTS, MIXING_PARTS, SLICED_FAMILIES
 from tools import render
 from tools.page import ROOT
 
@@ -17,7 +17,8 @@ def notes(page: str, kind: str = r"[\w ]+") -> dict[str, str]:
     """Returns the families of one kind on a page, or all, with their notes."""
     text = (ROOT / f"docs/reference/{page}.md").read_text(encoding="utf-8")
     sections = re.findall(rf"^## ({kind})\n(.*?)(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
-    return dict(row for _, section in sections for row in re.findall(r"^\| (\S+) \| (.*) \|$", section, re.MULTILINE))
+    rows = (row for _, section in sections for row in re.findall(r"^\| (\S+) \| (.*) \|$", section, re.MULTILINE))
+    return {family: note for family, note in rows if family != "Family"}
 
 
 def test_the_lists_are_those_of_the_pages():
@@ -26,6 +27,8 @@ def test_the_lists_are_those_of_the_pages():
     assert {family for family, note in works.items() if note.endswith(", slices")} == MEGATRON_SP_FAMILIES
     mixing = {family for family, note in notes("families_documents").items() if "documents influence" in note}
     assert mixing == MIXES_DOCUMENTS
+    parts = {family: note.rpartition(" | ")[2] for family, note in notes("families_documents", "Works").items()}
+    assert {family for family, names in parts.items() if names} == MIXING_PARTS
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -39,6 +42,11 @@ def test_almost_all_families_can_be_cut_into_stages_and_split(page, share):
     works, refused = (len(notes(page, kind)) for kind in ("Works", "Refused"))
     assert works >= 120
     assert works / (works + refused) >= share
+
+
+def test_almost_all_families_keep_documents_apart():
+    works, refused = (len(notes("families_documents", kind)) for kind in ("Works", "Refused"))
+    assert works / (works + refused) >= 0.95
 
 
 @pytest.mark.breadth

@@ -270,18 +270,26 @@ def test_no_tensor_has_the_size_of_a_mask(monkeypatch):
     assert max(seen) < 100 * 100
 
 
+def test_a_plan_says_what_slices_of_sequences_repeat():
+    for architecture, noted in (("mamba", ["model.repeated_parts"]), ("llama", [])):
+        fields = {"model.architecture": architecture, "model.config": {"vocab_size": 256}, "parallel.sequence": 2}
+        plan = small_plan(**fields)
+        assert [note["rule"] for note in plan.notes] == noted
+
+
 def test_a_family_that_mixes_documents_is_noted_in_a_plan():
-    plan = small_plan(**{"model.architecture": "mamba", "model.config": {"vocab_size": 256}})
+    plan = small_plan(**{"model.architecture": "cpmant", "model.config": {"vocab_size": 256}})
     assert [note["rule"] for note in plan.notes] == ["data.documents_mixed"]
     assert not small_plan(
-        **{"model.architecture": "mamba", "model.config": {"vocab_size": 256}, "data.mask_documents": False}
+        **{"model.architecture": "cpmant", "model.config": {"vocab_size": 256}, "data.mask_documents": False}
     ).notes
+    assert not small_plan(**{"model.architecture": "mamba", "model.config": {"vocab_size": 256}}).notes
 
 
 @pytest.mark.parametrize("source", [{"name": "stdlib_chat"}, {"name": "rows.jsonl", "format": "messages"}])
 def test_a_plan_refuses_to_pack_conversations_for_families_that_mix_documents(source):
-    fields = {"model.architecture": "mamba", "model.config": {"vocab_size": 256}, "data.sources": [source]}
-    with pytest.raises(RecipeError, match=r"'mamba' lets packed conversations influence each other(.|\n)*packing=none"):
+    fields = {"model.architecture": "cpmant", "model.config": {"vocab_size": 256}, "data.sources": [source]}
+    with pytest.raises(RecipeError, match=r"'cpmant' lets packed conversations influence(.|\n)*packing=none"):
         small_plan(**fields)
     assert not small_plan(**fields, **{"data.packing": "none"}).notes
-    assert small_plan(**(fields | {"model.architecture": "llama"}))
+    assert small_plan(**(fields | {"model.architecture": "mamba"}))

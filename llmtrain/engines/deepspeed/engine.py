@@ -63,6 +63,7 @@ from llmtrain.engines.state.shards import CheckpointShard, ReplicaIndex, ShardLo
 from llmtrain.errors import CheckpointError, Problem, RecipeError
 from llmtrain.models import OwnMetrics, build_model, build_sharded, model_configuration
 from llmtrain.models.adapter import weight_name
+from llmtrain.models.documents import per_document
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
 from llmtrain.models.recompute.checkpoints import gathers_whole_layers, require_input_gradient, use_recomputation
@@ -177,10 +178,12 @@ class DeepSpeedEngine(HasState):
             # By layers, as in every engine. DeepSpeed's interval would count stages, because it does not see layers.
             use_recomputation(model, recipe.parallel)
             use_kernels(model, self.plan, has_head)
-        if self.plan.parallel.zero_stage == 3 and gathers_whole_layers(recipe):
-            for layer in decoder_layers(self.model)[1]:
-                set_z3_leaf_module(layer, True)
-                layer.register_forward_pre_hook(require_input_gradient, with_kwargs=True)
+        if self.plan.parallel.zero_stage == 3:
+            # Ranks call what is within a part that computes each document on its own a different number of times.
+            of_layers = gathers_whole_layers(recipe)
+            for module in decoder_layers(self.model)[1] if of_layers else per_document(self.model):
+                set_z3_leaf_module(module, True)
+                module.register_forward_pre_hook(require_input_gradient, with_kwargs=True)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         optim = self.plan.recipe.optim

@@ -1,7 +1,8 @@
 """Checks on a tiny copy of a model that slices of a sequence compute what the whole sequence computes.
 
-A model may mix tokens outside its attention (by a convolution, a recurrence, or positions that it counts itself); its
-slices then compute something else. No assumptions are made about a family: models whose results differ are rejected.
+A model may mix tokens outside its attention. Parts of its layers that do so gather what they need; elsewhere (positions
+that it counts itself, for example) its slices compute something else. No assumptions are made about a family: models
+whose results differ are rejected.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from llmtrain.models import target_loss_sum
 from llmtrain.models.classifier import decoder_of
 from llmtrain.models.documents import document_masks
 from llmtrain.models.tiny.configuration import shrink_configuration
-from llmtrain.models.tiny.model import MODEL_ERRORS, TOLERANCE, build_tiny_model, packed_input, relative_deviation
+from llmtrain.models.tiny.documents_check import build_kept_apart
+from llmtrain.models.tiny.model import MODEL_ERRORS, TOLERANCE, packed_input, relative_deviation
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest deviation of a gradient, relative to the largest entry of its tensor; slices are summed in another order."""
@@ -100,7 +102,7 @@ def compare_sliced_sequences(
     batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. Uses torch's generator.
     """
     try:
-        whole = build_tiny_model(config, attention).train()
+        whole = build_kept_apart(config, attention).train()
         if batch is None:
             tokens, positions = packed_input(config)
             batch = MicroBatch(tokens, positions, labels=tokens.roll(-1, dims=1))

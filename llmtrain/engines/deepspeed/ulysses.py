@@ -2,7 +2,8 @@
 
 Each rank of a group holds a slice of the sequence. Around attention, each rank exchanges slices of its heads for the
 other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Whatever else a model
-computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router.
+computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router. Recurrences
+and convolutions gather the tokens that the rank's slice depends on (`llmtrain.models.documents`).
 
 A family that computes attention itself exchanges what its projections return (`own_attention.py`).
 
@@ -31,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.own_attention import SequenceRanks, calls_table, exchanges, names_in_forward
+from llmtrain.models.documents import Slices, holds_slices, sequences_in_slices
 from llmtrain.overrides import replaced
 from llmtrain.overrides.transformers import (
     attention_of,
@@ -77,7 +79,11 @@ class Ulysses:
         inner = ALL_ATTENTION_FUNCTIONS.get(self._attention)  # None for `eager`, which is in the family's own file
 
         def attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-            return self._attend(inner or defining_module(module).eager_attention_forward, module, *args, **kwargs)
+            function = inner or defining_module(module).eager_attention_forward
+            if holds_slices():
+                return self._attend(function, module, *args, **kwargs)
+            output: tuple[Tensor, None] = function(module, *args, **kwargs)  # in a part that has gathered them
+            return output
 
         with ExitStack() as stack:
             ALL_ATTENTION_FUNCTIONS[self._attention] = attention
@@ -92,6 +98,7 @@ class Ulysses:
             for module in self._counting:
                 hook = module.register_forward_pre_hook(self._continue_counting, with_kwargs=True)
                 stack.callback(hook.remove)
+            stack.enter_context(sequences_in_slices(Slices(self.rank, self.size, self._whole)))
             stack.enter_context(mask_arguments(self._whole_masks))
             stack.enter_context(router_loss(self._model, self._whole_router_loss))
             yield
@@ -119,7 +126,7 @@ class Ulysses:
         self._interleaved = True
 
     def _whole(self, part: Tensor) -> Tensor:
-        """Returns [batch, T, ...] of the whole sequence, given this rank's slice."""
+        """Joins the slices of all ranks, [batch, T / size, …] → [batch, T, …]; differentiable."""
         return self._all_to_all([part] * self.size, join=1)
 
     @contextmanager

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llmtrain.errors import FamilyError
+from llmtrain.models.documents import on_same_documents
 from llmtrain.models.own import OwnModel
 from llmtrain.models.own_attention import on_same_route
 from llmtrain.models.stages import Placeholder, decoder_layers
@@ -66,6 +67,9 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
             layer.forward = _recomputed(layer.forward, parallel.activation_checkpointing == "selective", is_own)
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            checkpoint_with(module, _checkpoint)
     if parallel.checkpoint_every > 1 or parallel.offload_activations:
         field = ("offload_activations", "false") if parallel.offload_activations else ("checkpoint_every", 1)
         _check_switches(model, [layer for layer, _ in layers], *field)
@@ -117,6 +121,11 @@ def require_input_gradient(
     return ((hidden, *args[1:]), named) if args else (args, named | {"hidden_states": hidden})
 
 
+def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Runs a layer within a checkpoint. Its recomputation may come after the forward pass of another micro-batch."""
+    return checkpoint(on_same_documents(function), *args, use_reentrant=False)
+
+
 def _recomputed(forward: Callable[..., Any], is_selective: bool, is_own: bool) -> Callable[..., Any]:
     """Returns a layer's forward pass within a checkpoint.
 
@@ -125,7 +134,7 @@ def _recomputed(forward: Callable[..., Any], is_selective: bool, is_own: bool) -
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        again = on_same_route(forward) if is_own else forward
+        again = on_same_documents(on_same_route(forward) if is_own else forward)
         contexts = _contexts if is_selective else noop_context_fn
         return checkpoint(again, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -159,7 +168,7 @@ class OffloadedInputs:
     def run(self, is_first: bool, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
         """Runs a layer like `torch.utils.checkpoint.checkpoint`. is_first: whether it is the first one in a pass."""
         if not hidden.is_cuda:
-            return checkpoint(function, hidden, *args, use_reentrant=False)
+            return _checkpoint(function, hidden, *args)
         address = hidden.data_ptr(), hidden.shape
 
         def pack(tensor: Tensor) -> Tensor | _Copy:
@@ -167,7 +176,7 @@ class OffloadedInputs:
             return self._keep(tensor, is_first) if (tensor.data_ptr(), tensor.shape) == address else tensor
 
         with saved_tensors_hooks(pack, lambda kept: kept.take() if isinstance(kept, _Copy) else kept):
-            return checkpoint(function, hidden, *args, use_reentrant=False)
+            return _checkpoint(function, hidden, *args)
 
     def _keep(self, tensor: Tensor, is_first: bool) -> _Copy:
         if self._stream is None:

@@ -36,7 +36,7 @@ _SIZES: dict[int, str] = {
     "hidden_size_per_layer_input block_multiple_of prompt_types prompt_length segment_types "
     "index_block_size rel_extent split_ngram_parts floor_scale log_scaling_n_floor",
     4: "num_attention_heads n_head n_heads attention_heads linear_num_value_heads linear_num_heads "
-    "swa_num_attention_heads indexer_n_heads num_experts num_local_experts n_routed_experts "
+    "swa_num_attention_heads num_experts num_local_experts n_routed_experts "
     "moe_num_experts num_query_groups heads_per_ngram zero_expert_num",
     2: "num_key_value_heads num_kv_heads swa_num_key_value_heads linear_num_key_heads num_experts_per_tok "
     "num_experts_per_token moe_topk moe_k indexer_compress_ratio o_groups num_kv_shared_layers "
@@ -47,7 +47,8 @@ _SIZES: dict[int, str] = {
     16: "head_dim v_head_dim qk_head_dim linear_key_head_dim linear_value_head_dim linear_head_dim "
     "index_head_dim indexer_head_dim mamba_d_head mamba_head_dim mamba_headdim kv_channels dim_head "
     "swa_head_dim query_pre_attn_scalar",
-    32: "attention_head_dim index_n_heads",  # with few heads, many scores of an indexer are 0, and its choice arbitrary
+    # With few heads of an indexer, whose scores are cut off at 0, many tokens would have the same score.
+    32: "attention_head_dim index_n_heads indexer_n_heads",
     50: "ngram_vocab_size_base",
 }
 SIZES: Mapping[str, int] = {name: size for size, names in _SIZES.items() for name in names.split()}
@@ -149,6 +150,8 @@ def _field(name: str, value: Any, total: int, kept: list[int]) -> Any:
         return min(value, VOCABULARY - 1) if isinstance(value, int) else VOCABULARY - 1
     if isinstance(value, float) and any(noise in name for noise in _NOISE):
         return 0.0
+    if name == "num_experts_per_tok" and value == 1:
+        return value  # zaya has only such routers
     if name == "mrope_section":
         return [4, 2, 2]
     if name == "per_layer_config":

@@ -14,9 +14,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import Documents
 from llmtrain.errors import FamilyError
+from llmtrain.models.documents import Rows, documents_as_rows
 from llmtrain.models.tiny.compare import Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
-from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, build_tiny_model, packed_input
+from llmtrain.models.tiny.documents_check import build_kept_apart
+from llmtrain.models.tiny.model import COPY_ERRORS, TOLERANCE, packed_input
 from llmtrain.models.varlen import VARLEN, pass_boundaries, takes_cu_seq_lens
 from llmtrain.overrides.transformers import attention_of
 
@@ -65,7 +67,7 @@ def _try_tiny_copy(config: PreTrainedConfig, attention: str) -> str:
     noise = {name: value for name, value in config.to_dict().items() if any(word in name for word in _NOISE)}
     model = _model(shrink_configuration(config, layers, **noise), VARLEN)
     with torch.no_grad():
-        model.train()(**packed(model.config))  # in training mode, so that attention dropout is detected
+        _run(model.train(), packed(model.config))  # in training mode, so that attention dropout is detected
     return varlen_deviation(tiny)
 
 
@@ -78,7 +80,7 @@ def bounds_reach(config: PreTrainedConfig) -> list[bool]:
     with torch.no_grad():
         model = _model(config, PROBE)
         pass_boundaries(model)
-        model(**packed(model.config))
+        _run(model, packed(model.config))
     return calls
 
 
@@ -127,14 +129,20 @@ def _model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
 
     All models have the same weights.
     """
-    return build_tiny_model(copy.deepcopy(config), attention).eval()
+    return build_kept_apart(copy.deepcopy(config), attention).eval()
 
 
 def _packed_logits(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:
     if attention_of(model) != VARLEN:
         inputs = {name: value for name, value in inputs.items() if name not in Documents.NAMES}
-    logits: Tensor = model(**inputs).logits
+    logits: Tensor = _run(model, inputs).logits
     return logits.flatten(0, 1)
+
+
+def _run(model: PreTrainedModel, inputs: dict[str, Any]) -> Any:
+    """Runs a model on packed documents, of which its parts know that compute each on its own."""
+    with documents_as_rows(Rows(inputs["position_ids"])):
+        return model(**inputs)
 
 
 def _logits_alone(model: PreTrainedModel, inputs: dict[str, Any]) -> Tensor:

@@ -259,8 +259,11 @@ WHOLE_MATRICES: dict[str, list[str]] = _TRIED["whole"]
 MIXES_DOCUMENTS = frozenset(_TRIED["mixes_documents"])
 """Model types in which packed documents influence each other (`docs/reference/families_documents.md`).
 
-The causes are recurrences, convolutions, custom masks, and indexers that choose among the tokens of all documents.
+Their documents meet before the decoder layers, or in parts of these that cannot compute each document on its own.
 """
+MIXING_PARTS = frozenset(_TRIED["mixing_parts"])
+"""Model types with parts that mix packed documents, unless they compute each document on its own: recurrences,
+convolutions, and attention with masks of its own."""
 EXPERT_FAMILIES = frozenset(_TRIED["expert"])
 """Families whose experts can be distributed over ranks."""
 EXPERT_TENSOR_FAMILIES = frozenset(_TRIED["expert_tensor"])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from posixpath import commonpath
 
+from llmtrain.plan.axes import SEQUENCE
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
-from llmtrain.plan.facts.families import MIXES_DOCUMENTS, TEXT_PARTS
+from llmtrain.plan.facts.families import MIXES_DOCUMENTS, MIXING_PARTS, TEXT_PARTS
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.system.hub import INDEX, SINGLE
@@ -231,8 +232,8 @@ def text_part(draft: Draft) -> Iterator[Fault]:
 
 @rule("data.documents_mixed", "run", refuses=False)
 def documents_mixed(draft: Draft) -> Iterator[Fault]:
-    """Gives a note for families in which documents influence each other in spite of `data.mask_documents`. A
-    recurrence, a convolution or an indexer lets packed documents influence each other, under any mask."""
+    """Gives a note for families in which documents influence each other in spite of `data.mask_documents`. They meet
+    outside of the parts that can compute each document on its own."""
     facts = draft.facts
     if facts is not None and facts.text_type in MIXES_DOCUMENTS and draft.recipe.data.has_document_mask:
         message = (
@@ -246,11 +247,25 @@ def documents_mixed(draft: Draft) -> Iterator[Fault]:
         )
 
 
+@rule("model.repeated_parts", "run", axis=SEQUENCE, refuses=False)
+def repeated_parts(draft: Draft) -> Iterator[Fault]:
+    """Notes that sequence parallel ranks repeat recurrences and convolutions. The state at the beginning of a slice is
+    computed again, from the beginning of the documents that reach into it."""
+    facts, degree = draft.facts, draft.parallel.sequence
+    if facts is not None and facts.text_type in MIXING_PARTS:
+        message = (
+            f"each rank computes the recurrences of '{facts.text_type}' from the beginning of the documents that reach "
+            f"into its slice: with documents as long as the sequence, the last rank computes {degree} times its slice, "
+            "which the predicted time leaves out"
+        )
+        yield Fault("parallel.sequence", message, "documents that are short for a slice are hardly repeated")
+
+
 @rule("data.conversations_mixed", "run")
 def conversations_mixed(draft: Draft) -> Iterator[Fault]:
     """Refuses to pack conversations for families in which packed conversations influence each other. If only the data
-    tell whether a source holds conversations, the data preparation refuses this instead. A recurrence, a convolution or
-    an indexer lets packed conversations influence each other, under any mask."""
+    tell whether a source holds conversations, the data preparation refuses this instead. They meet outside of the parts
+    that can compute each conversation on its own."""
     facts, recipe = draft.facts, draft.recipe
     is_packed = recipe.data.packing == "best_fit" and not recipe.objective.reads_whole_documents
     sources = (*recipe.data.sources, *recipe.evaluation.all_sources.values())

@@ -18,6 +18,8 @@ from llmtrain.engines.forward import forward
 from llmtrain.engines.optim import gradients_of
 from llmtrain.errors import DataError
 from llmtrain.models import build_model
+from llmtrain.models.documents import keep_apart
+from llmtrain.models.tiny.documents_check import mixing_parts
 from llmtrain.trials.verify.compare import FP32
 from llmtrain.trials.verify.documents import read_documents
 from tests.helpers.chat_tokenizers import Case, case, write_chat_tokenizer
@@ -254,21 +256,19 @@ def test_unpacked_micro_batches_are_as_long_as_their_targets_need(chatml: Case) 
         assert torch.isclose(*losses, rtol=FP32)
 
 
-def test_a_recurrence_trains_on_unpacked_conversations_as_on_each_alone(chatml: Case) -> None:
-    """Packed, the state of one conversation reaches the next (`MIXES_DOCUMENTS`), so that is refused."""
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_a_recurrence_trains_on_conversations_as_on_each_alone(chatml: Case, packing: str) -> None:
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 400}
     fields: dict[str, Any] = {"model": {"architecture": "mamba", "config": sizes, "attention": "eager"}}
-    packed = recipe(chatml, ROWS).with_(**fields)
-    with pytest.raises(
-        DataError, match=r"'mamba' lets packed conversations influence each other(.|\n)*data.packing=none"
-    ):
-        prepare(packed)
-    prepared = prepare(packed.with_(**{"data.packing": "none"}))
+    made = recipe(chatml, ROWS).with_(**fields, **{"data.packing": packing})
+    prepared = prepare(made)
     samples = prepared.sources[0].train
-    assert len(samples) == len(ROWS)
-    model = build_model(packed, torch.float32, torch.device("cpu"))
-    rows = samples.read(np.arange(8))
-    assert (np.diff(rows.position_ids, axis=1) == 1).all()
+    assert (len(samples) == len(ROWS)) == (packing == "none")
+    model = build_model(made, torch.float32, torch.device("cpu"))
+    if packing == "best_fit":
+        keep_apart(model, mixing_parts(model.config))
+    rows = samples.read(np.arange(8 if packing == "none" else len(samples)))
+    assert (np.diff(rows.position_ids, axis=1) == 1).all() == (packing == "none")
     batch = MicroBatch(*map(torch.from_numpy, rows[:3]))
     loss, _ = forward(model, model, batch, torch.device("cpu"))
     loss.backward()
@@ -277,7 +277,7 @@ def test_a_recurrence_trains_on_unpacked_conversations_as_on_each_alone(chatml: 
     stream = prepared.sources[0].store.streams["train"]
     assert stream.loss_mask is not None
     alone = torch.zeros(())
-    for number in range(8):
+    for number in range(8 if packing == "none" else len(ROWS)):
         first, end = stream.documents[number : number + 2].astype(int)
         tokens = torch.from_numpy(stream.tokens[first:end].astype(int))
         logits = model(input_ids=tokens[None, :-1], use_cache=False).logits[0]

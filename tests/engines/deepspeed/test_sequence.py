@@ -15,6 +15,7 @@ from llmtrain.data import MicroBatch, StepBatch
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import model_configuration
+from llmtrain.models.tiny import documents_check
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.rules import assemble
@@ -289,6 +290,10 @@ MAMBA = {
 }
 
 
+QWEN = {"model.architecture": "qwen3_5_text", "model.config": {"num_hidden_layers": 4}}
+NEMOTRON = {"model.architecture": "nemotron_h", "model.config": {"layers_block_type": ["linear_attention", "mlp"] * 2}}
+
+
 SINKS = {"model.architecture": "gpt_oss", "model.config": {}, "model.attention": "varlen"}
 """A family without `sdpa`, with which a kernel of documents is represented in the check of other families."""
 
@@ -304,12 +309,24 @@ def _refusal(rank: int, recipes: list) -> list[str]:
     return reasons
 
 
+def _refusal_of_states_that_begin_with_a_slice(rank: int, recipes: list) -> list[str]:
+    documents_check.keep_apart = lambda *_: None
+    return _refusal(rank, recipes)
+
+
 def test_models_that_slices_would_change_are_refused_on_every_rank():
-    cases = [MAMBA, {"model.architecture": "bloom", "model.config": {}, "model.attention": "eager"}, {}, SINKS]
-    for mamba, bloom, plain, sinks in run_ranks(3, _refusal, [tiny_recipe(**fields) for fields in cases]):
-        assert mamba == "the logits of a slice deviate from those of the whole sequence"
+    cases = [{"model.architecture": "bloom", "model.config": {}, "model.attention": "eager"}, {}, SINKS]
+    for bloom, plain, sinks in run_ranks(3, _refusal, [tiny_recipe(**fields) for fields in cases]):
         assert "fails on a slice" in bloom
         assert plain == sinks == ""
+
+
+@pytest.mark.slow
+def test_recurrences_do_not_begin_anew_in_a_slice():
+    recurrent = [tiny_recipe(**fields) for fields in (MAMBA, QWEN, NEMOTRON)]
+    assert run_ranks(2, _refusal, recurrent) == [[""] * 3] * 2
+    for reasons in run_ranks(2, _refusal_of_states_that_begin_with_a_slice, recurrent):
+        assert reasons == ["the logits of a slice deviate from those of the whole sequence"] * 3
 
 
 def _left_behind(rank: int, recipe) -> list[object]:

@@ -14,8 +14,8 @@ from tests.helpers.batches import tiny_recipe
 
 DPO = {"objective.name": "dpo", "data.sources": [{"name": "pairs.jsonl"}]}
 GPT2 = {"model.architecture": "gpt2", "model.config": {"vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2}}
-MAMBA = {
-    "model.architecture": "mamba",
+CPMANT = {
+    "model.architecture": "cpmant",
     "model.config": {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2},
 }
 
@@ -28,7 +28,7 @@ MAMBA = {
         ({"data.too_long": "cut_turns"}, "objective.whole_pairs", "data.too_long"),
         ({"data.train_on": "all"}, "objective.completions", "data.train_on"),
         ({"data.mask_documents": False}, "objective.documents", "data.mask_documents"),
-        (MAMBA, "objective.documents", "objective.name"),
+        (CPMANT, "objective.documents", "objective.name"),
     ],
 )
 def test_unsupported_preference_runs_are_refused(fields, rule, field):
@@ -42,9 +42,9 @@ def test_unsupported_preference_runs_are_refused(fields, rule, field):
 def test_single_completions_may_be_unpacked():
     kto = DPO | {"objective.name": "kto"}
     resolve(tiny_recipe(**kto, **{"data.packing": "none"}), Cluster())
-    resolve(tiny_recipe(**kto, **MAMBA, **{"data.packing": "none"}), Cluster())
+    resolve(tiny_recipe(**kto, **CPMANT, **{"data.packing": "none"}), Cluster())
     with pytest.raises(RecipeError, match="lets packed documents influence"):
-        resolve(tiny_recipe(**kto, **MAMBA), Cluster())
+        resolve(tiny_recipe(**kto, **CPMANT), Cluster())
 
 
 def test_dropout_of_the_configuration_is_off_unless_the_recipe_asks_for_it():

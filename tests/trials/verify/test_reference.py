@@ -21,6 +21,12 @@ MAMBA = {
     "model.config": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "conv_kernel": 4},
 }
 
+CPMANT = {
+    "model.architecture": "cpmant",
+    "model.attention": "eager",
+    "model.config": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "dim_head": 16, "dim_ff": 32},
+}
+
 
 def _losses(recipe, **fields) -> list[float]:
     batches = Batches(recipe, prepare(recipe), 3)
@@ -73,9 +79,9 @@ def test_a_document_does_not_depend_on_its_neighbours(verify_corpus):
     assert loop.evaluate([documents]) == pytest.approx(apart, rel=FP32)
 
 
-def test_a_recurrence_continues_from_document_to_document(verify_corpus):
+def test_documents_of_families_that_mix_them_run_in_one_sequence(verify_corpus):
     """In such a family sequences are run whole, by their positions; in others each document begins anew."""
-    for fields, goes_on in ((MAMBA, True), ({}, False)):
+    for fields, goes_on in ((CPMANT, True), ({}, False)):
         loop = train._reference(small(verify_corpus, **fields), CPU)
         first, second = (ReferenceDocument(torch.arange(n, 2 * n), torch.arange(n + 1, 2 * n + 1)) for n in (9, 5))
         unseen = ReferenceDocument(first.inputs, torch.full_like(first.targets, reference.NO_TARGET))
