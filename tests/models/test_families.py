@@ -41,6 +41,6 @@ def test_almost_all_families_can_be_cut_into_stages():
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("name", [*PAGES, "families_experts"])
+@pytest.mark.parametrize("name", [*PAGES, "families_experts", "families_multimodal"])
 def test_a_trial_gives_the_committed_results(name):
     assert [*render.messages([name])] == []

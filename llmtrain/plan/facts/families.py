@@ -265,5 +265,6 @@ EXPERT_PRESETS: dict[str, str] = _TRIED["expert_presets"]
 """Family → the engine's preset for it, for families whose experts the engine can distribute over ranks."""
 EXPERT_TENSOR_FAMILIES = frozenset(_TRIED["expert_tensor"])
 """Those of them whose attention is split correctly by the names of its projections beside distributed experts."""
-TEXT_PARTS = frozenset(_TRIED["text_parts"])
-"""Model types of several modalities of which `transformers` builds only the text model as causal LM."""
+WRAPPERS: dict[str, str] = _TRIED["wrappers"]
+"""Multimodal model type → the type of its text model by default, for those whose text model alone computes the same
+from texts (`docs/reference/families_multimodal.md`)."""
