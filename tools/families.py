@@ -21,7 +21,10 @@ import transformers
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
 
 from llmtrain.data import MicroBatch
 from llmtrain.errors import FamilyError
@@ -29,12 +32,13 @@ from llmtrain.models.stages import Cut
 from llmtrain.models.tensor.split import DeclaredSplit, plan_split
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.expert_check import compare_experts
-from llmtrain.models.tiny.model import build_tiny_model, packed_input
+from llmtrain.models.tiny.model import TOLERANCE, build_tiny_model, packed_input, relative_deviation
 from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
 from llmtrain.models.tiny.tensor_check import VOCABULARY, supports_sequence_parallel, whole_part
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.plan.facts.built_model import INDEXERS
-from llmtrain.plan.facts.families import FAMILIES
+from llmtrain.plan.facts.families import FAMILIES, WRAPPERS
+from llmtrain.plan.facts.wrapper import Wrapper, declare_causal_lm, text_configuration
 from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS
 from llmtrain.plan.stages import StageBounds
 from tools.page import ROOT, Files, filled, paragraph, table
@@ -59,6 +63,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "qwen2_5_vl_text": {"rope_parameters": {**ROTARY, "mrope_section": [4, 2, 2]}},
+    "qwen2_vl_text": {"rope_parameters": {**ROTARY, "mrope_section": [4, 2, 2]}},
 }
 """Fields that a family's defaults leave unset or that must have a specific value."""
 
@@ -116,7 +122,8 @@ class Trial:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             transformers.logging.set_verbosity_error()
-            return [self.judge(family) for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)]
+            families = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *declare_text_models()}
+            return [self.judge(family) for family in sorted(families)]
 
     def files(self, verdicts: list[Verdict]) -> Files:
         """Returns the page, and the lists with those of the other trials."""
@@ -162,6 +169,14 @@ def defaults() -> Files:
 def without_size(refusal: FamilyError) -> str:
     """Returns a reason without the size of the deviation, which depends on random weights and on the machine."""
     return re.sub(r" by \d\S*e[+-]\d+", "", one_line(refusal.reason))
+
+
+def declare_text_models() -> list[str]:
+    """Declares a causal LM of each text model of which `transformers` has none; returns their types."""
+    own = sorted(set(WRAPPERS.values()) - MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
+    for family in own:
+        declare_causal_lm(CONFIG_MAPPING[family])
+    return own
 
 
 def names(verdicts: Iterable[Verdict]) -> list[str]:
@@ -270,19 +285,63 @@ def _remarks(family: str, cut: Cut) -> str:
     return ", ".join(found)
 
 
-def text_parts() -> list[str]:
-    """Returns the model types of several modalities of which `transformers` builds only the text model as causal LM."""
-    mapped = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    parts = {family: CONFIG_MAPPING[family].sub_configs.get("text_config") for family, _ in mapped}
-    return sorted(family for family, model in mapped if getattr(transformers, model).config_class is parts[family])
-
-
-PIPELINE = Trial("families", _reference, _compare_stages, lambda verdicts: {"text_parts": text_parts()})
+PIPELINE = Trial("families", _reference, _compare_stages)
 
 
 def pipeline() -> Files:
     """Returns the page of families in pipelines."""
     return PIPELINE.files(PIPELINE.every_family())
+
+
+# Multimodal models: the logits of the text model alone, compared with those of the whole, given the same texts.
+
+
+def _judge_multimodal(family: str) -> Verdict:
+    """Tries a multimodal model. The parts beside its text model have no memory, as a text does not reach them."""
+    whole = CONFIG_MAPPING[family]()
+    text = text_configuration(whole)
+    if text.model_type == whole.model_type:
+        return Verdict(family, "out of scope", "has no text model of its own")
+    try:
+        tiny = shrink_configuration(text, 4, **OVERRIDES.get(text.model_type, {}))
+        wrapper = Wrapper(whole, tiny)
+        alone = build_tiny_model(tiny, "eager").eval()
+    except Exception as error:
+        return Verdict(family, "refused", f"{type(error).__name__}: {one_line(error)}")
+    for own, its in wrapper.part.prefixes:
+        parent, _, name = its[:-1].rpartition(".")
+        setattr(wrapper.model.get_submodule(parent), name, alone.get_submodule(own[:-1]))
+    wrapper.model.set_attn_implementation("eager")
+    tokens, _ = packed_input(tiny)
+    try:
+        with torch.no_grad():
+            expected = wrapper.model.eval()(input_ids=tokens, use_cache=False).logits
+            logits = alone(input_ids=tokens, use_cache=False).logits
+    except Exception as error:
+        return Verdict(family, "refused", f"{type(error).__name__}: {one_line(error)}")
+    kind = "works" if relative_deviation(logits, expected) <= TOLERANCE else "wrong"
+    return Verdict(family, kind, f"`{text.model_type}`")
+
+
+def multimodal() -> Files:
+    """Returns the page of multimodal models, and the list of those whose text model is trained by itself."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        transformers.logging.set_verbosity_error()
+        verdicts = [_judge_multimodal(family) for family in sorted(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES)]
+    works = {verdict.family: verdict.note.strip("`") for verdict in verdicts if verdict.kind == "works"}
+    text = paragraph(
+        f"The text model of **{len(works)}** of the {len(verdicts)} multimodal types of `transformers` "
+        f"{transformers.__version__} can be trained."
+    )
+    for kind in KINDS:
+        rows = [(verdict.family, verdict.note) for verdict in verdicts if verdict.kind == kind]
+        text += (
+            f"\n## {kind.capitalize()}\n\n{table(('Type', 'Text model' if kind == 'works' else ''), rows)}"
+            if rows
+            else ""
+        )
+    return {**filled("docs/reference/families_multimodal.md", families=text), **with_lists({"wrappers": works})}
 
 
 # Tensor parallelism: two ranks, by the family's own tp_plan, or by the usual names of matrices.

@@ -73,7 +73,10 @@ GENERATORS = {
         "tools.lint_verdicts:files", ("tests/lint/verdicts.json",), DOWNLOADS, part="new, for files without a verdict"
     ),
     "families_defaults": Generator("tools.families:defaults", ("llmtrain/plan/facts/defaults.json",)),
-    "families": Generator("tools.families:pipeline", (f"{REFERENCE}/families.md", FAMILIES), "half a minute"),
+    "families": Generator("tools.families:pipeline", (f"{REFERENCE}/families.md",), "half a minute"),
+    "families_multimodal": Generator(
+        "tools.families:multimodal", (f"{REFERENCE}/families_multimodal.md", FAMILIES), "a minute"
+    ),
     "families_tensor": Generator("tools.families:tensor", (f"{REFERENCE}/families_tensor.md", FAMILIES), "a minute"),
     "families_sequence": Generator("tools.families:sequence", (f"{REFERENCE}/families_sequence.md",), "two minutes"),
     "families_documents": Generator(

@@ -34,10 +34,11 @@ from llmtrain.system.piece_headers import WEIGHT
 def base_of(plan: Plan) -> str:
     """Returns the hash of the weights that checkpoints of a run leave out, and their quantization, if any.
 
-    Empty if checkpoints leave out none. Called by all ranks; the first one reads the files.
+    Among them are the parts of a multimodal model beside its text model. Empty if checkpoints leave out none. Called
+    by all ranks; the first one reads the files.
     """
     model = plan.recipe.model
-    if not model.omits_base_weights:
+    if not (model.omits_base_weights or plan.model.part):
         return ""
     weights_hash: str = broadcast(hash_of_weights(model) if rank() == 0 else "")
     return weights_hash if model.quantize == "none" else f"{weights_hash} in {model.quantize}"
@@ -48,18 +49,21 @@ def with_base(plan: Plan, base: str | None) -> Plan:
 
     Raises RecipeError if they are in a folder that does not exist.
     """
-    if not plan.recipe.model.omits_base_weights:
+    if not (plan.recipe.model.omits_base_weights or plan.model.part):
         return plan
     recipe = plan.recipe if base is None else plan.recipe.with_(**{"model.pretrained": base, "model.revision": None})
     pretrained_folder(recipe.model, fix="--base FOLDER names the folder that holds these weights now")
     return plan.model_copy(update={"recipe": recipe})
 
 
-def check_base(checkpoint: Path, before: str, now: str) -> None:
-    """Raises CheckpointError if a checkpoint was trained on other frozen weights than those that are loaded now."""
+def check_base(checkpoint: Path, before: str, now: str, instead: str = "") -> None:
+    """Raises CheckpointError if a checkpoint was trained on other frozen weights than those that are loaded now.
+
+    instead: what else can be done.
+    """
     if before != now:
         message = f"was trained on frozen weights with the hash {before or 'none'}, and model.pretrained has {now}"
-        fix = "restore the files of model.pretrained, or set model.revision to the revision of these files"
+        fix = f"restore the files of model.pretrained, or set model.revision to the revision of these files{instead}"
         raise CheckpointError(Problem("checkpoint.base", str(checkpoint), message, fix))
 
 

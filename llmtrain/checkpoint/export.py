@@ -21,6 +21,7 @@ from llmtrain.checkpoint.contents import check_trusted, read_plan, read_state
 from llmtrain.checkpoint.folder import check_new, new_folder, write_exported
 from llmtrain.checkpoint.hub.model_card import model_card
 from llmtrain.checkpoint.hub.own_code import write_own_code
+from llmtrain.checkpoint.multimodal import WholeExporter, check_alone, copy_processors
 from llmtrain.engines.state.files import stream_tensors
 from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.engines.state.writer import tensor_bytes
@@ -33,6 +34,8 @@ from llmtrain.models.precision import weight_dtype
 from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan.facts.classifier import is_classifier
+from llmtrain.plan.facts.model import TextPart
+from llmtrain.plan.facts.model_facts import wrapper_of
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import create
 from llmtrain.system.hub import INDEX
@@ -57,53 +60,68 @@ def export(
     most_bytes: int = SHARD_BYTES,
     replace: bool = False,
     base: str | None = None,
+    text_only: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
     """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
     For an adapter, the files that PEFT needs are written. Its base is written, to `base/`, only if it was newly
-    initialised or has new tokens.
+    initialised or has new tokens. Of a multimodal model, the whole is written, with its parts beside the text model as
+    the run found them, and its processors; an adapter is one of the whole.
 
     dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
     model has the run's evaluation loss. most_bytes: size of the tensors in one file. Memory holds the largest weight in
     fp32 and as it is written, never the model. replace: whether `out` may have content. base: folder or hub name of the
-    frozen weights, if they are not where the run found them. trust_remote_code: whether a model's own code may be run.
+    frozen weights, if they are not where the run found them. text_only: whether to write the text model of a multimodal
+    model alone; the base of an adapter then is, too. trust_remote_code: whether a model's own code may be run.
     The folder is written under a temporary name and renamed, so `out` is complete or absent. Raises CheckpointError for
-    a damaged checkpoint, for code that may not be run, or if `out` has content that must not be replaced, or cannot be
-    written.
+    a damaged checkpoint, for code that may not be run, for other frozen weights than the run's, or if `out` has content
+    that must not be replaced, or cannot be written.
     """
     if not replace:
         check_new(out)
     manifests = verify_checkpoint(checkpoint)
     plan = with_base(read_plan(checkpoint), base)
     check_trusted(checkpoint, plan, trust_remote_code)
-    if base is not None:
-        check_base(checkpoint, read_state(checkpoint).base, base_of(plan))
-    reader, recipe = export_reader(checkpoint, plan), plan.recipe
+    reader, recipe, before = export_reader(checkpoint, plan), plan.recipe, read_state(checkpoint).base
+    is_part = plan.model.part is not None and not text_only
+    if before and (base is not None or is_part):
+        instead = "; --text-only writes the text model alone" if is_part and recipe.model.adapter is None else ""
+        check_base(checkpoint, before, base_of(plan), instead)
     weights = getattr(torch, dtype) if dtype else weight_dtype(recipe.parallel.precision)
     config = model_configuration(recipe)
     if is_quantized(config):
         del config.quantization_config  # of the files that training began with
+    if text_only:
+        check_alone(checkpoint, plan.model.part, config)
     model = empty_model(config, weights, recipe.model.trust_remote_code)
-    # A base with new tokens, or of new weights, exists nowhere else.
-    is_whole = recipe.model.adapter is None or recipe.model.pretrained is None or bool(recipe.model.kept_rows)
+    wrapper = wrapper_of(recipe.model, config, weights) if is_part else None
+    # A base with new tokens, of new weights, or without the parts beside it, exists nowhere else.
+    is_new = recipe.model.pretrained is None or bool(recipe.model.kept_rows) or text_only
+    is_whole = recipe.model.adapter is None or is_new
     with new_folder(out, replace) as folder:
         whole = folder
         if recipe.model.adapter is not None:
             whole = folder / BASE
             frozen = str((out / BASE).resolve()) if is_whole else str(recipe.model.pretrained)
-            write_adapter(recipe, model.config, reader, model.dtype, frozen, folder)
+            part = wrapper.part if wrapper else None
+            write_adapter(recipe, model.config, reader, model.dtype, frozen, folder, part)
             read_tokenizer(tokenizer).save_pretrained(folder)
         if is_whole:
             whole.mkdir(exist_ok=True)
-            outgoing = WeightExporter(model, stored_names(checkpoint, reader, model))
+            names = stored_names(checkpoint, reader, model)
+            outgoing = WholeExporter(wrapper, recipe.model, names) if wrapper else WeightExporter(model, names)
+            written = wrapper.model if wrapper else model
             with utf8_name(whole) as named:
-                _write_settings(model, tokenizer, named, pads=bool(recipe.model.new_tokens))
+                _write_settings(written, tokenizer, named, pads=bool(recipe.model.new_tokens))
+            if wrapper:
+                copy_processors(recipe.model, whole)
             if isinstance(model, OwnModel) and plan.code:
                 write_own_code(model, plan.code, whole)
-            write_weights(outgoing, reader.read_as, model.num_parameters(), most_bytes, whole)
+            write_weights(outgoing, reader.read_as, written.num_parameters(), most_bytes, whole)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
-        card = model_card(plan, read_state(checkpoint), manifests[0], str(model.dtype).removeprefix("torch."), metrics)
+        dtype_name = str(model.dtype).removeprefix("torch.")
+        card = model_card(plan, read_state(checkpoint), manifests[0], dtype_name, metrics, whole=wrapper is not None)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_exported(folder, manifests[0])
 
@@ -143,11 +161,12 @@ def _write_settings(model: PreTrainedModel, tokenizer: Path, folder: Path, pads:
         loaded.pad_token = loaded.eos_token  # classifiers score the last token that is not this one
     generation = getattr(model, "generation_config", None) or GenerationConfig()  # a model with its own code has none
     model.generation_config = generation
-    for config in (model.config, generation):
+    for config in (model.config, model.config.get_text_config(decoder=True), generation):
         config.eos_token_id, config.pad_token_id = loaded.eos_token_id, loaded.pad_token_id
         config.bos_token_id = loaded.bos_token_id
     if pads:
-        unused = range(max(loaded.get_vocab().values()) + 1, model.config.vocab_size)
+        rows = model.config.get_text_config(decoder=True).vocab_size
+        unused = range(max(loaded.get_vocab().values()) + 1, rows)
         generation.suppress_tokens = list(unused) or None
     if (stops := tokenizer / "generation_config.json").is_file():
         stop_ids = read_json(stops, dict[str, list[int]])["eos_token_id"]
@@ -172,14 +191,23 @@ def write_configuration(model: PreTrainedModel, folder: Path) -> None:
 
 
 def write_adapter(
-    recipe: Recipe, config: PreTrainedConfig, reader: CheckpointReader, dtype: torch.dtype, base: str, folder: Path
+    recipe: Recipe,
+    config: PreTrainedConfig,
+    reader: CheckpointReader,
+    dtype: torch.dtype,
+    base: str,
+    folder: Path,
+    of_whole: TextPart | None = None,
 ) -> None:
     """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`, and lists the 4-bit weights of its base.
 
-    base: the folder or hub name of the frozen weights.
+    base: the folder or hub name of the frozen weights. of_whole: the place of the model in the multimodal one that is
+    this base.
     """
     model = empty_model(config, dtype, recipe.model.trust_remote_code)
     settings = adapter.outline(model, recipe)
+    if of_whole:
+        settings = adapter.of_whole_model(settings, of_whole)
     settings.base_model_name_or_path, settings.revision = base, recipe.model.revision
     settings.save_pretrained(folder)
     part = adapter.select_trained(recipe, config)
@@ -187,7 +215,7 @@ def write_adapter(
         (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
     trained = {adapter.weight_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
     stored = adapter.stored_modules(part.parameters if part else ())
-    files = {adapter.file_name(name, stored): name for name in trained}
+    files = {adapter.file_name(name, stored, of_whole): name for name in trained}
 
     def read(key: str) -> Tensor:
         name, like = files[key], trained[files[key]]
@@ -207,7 +235,11 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def write_weights(
-    outgoing: WeightExporter, read: Callable[[str, Tensor], Tensor], parameters: int, most_bytes: int, folder: Path
+    outgoing: WeightExporter | WholeExporter,
+    read: Callable[[str, Tensor], Tensor],
+    parameters: int,
+    most_bytes: int,
+    folder: Path,
 ) -> None:
     """Writes safetensors files, and an index if there are several. read: as for `WeightExporter.tensor`."""
     shards = split_state_dict_into_shards_factory(

@@ -23,12 +23,14 @@ from llmtrain.checkpoint.export import (
     write_weights,
 )
 from llmtrain.checkpoint.folder import check_new, new_folder, scratch_folder
+from llmtrain.checkpoint.multimodal import WholeExporter, check_alone, copy_processors
 from llmtrain.errors import CheckpointError, Problem, abbreviate
 from llmtrain.models.adapter import (
     ADAPTER_FILE,
     FILE_PREFIX,
     adapter_configuration,
     from_file,
+    of_text_model,
     rank_of,
     saved_modules,
     scale_of,
@@ -44,7 +46,8 @@ from llmtrain.models.inference.load import load_tokenizer, reading
 from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, is_finite, meta_tensor_like, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
-from llmtrain.plan.facts.model_facts import pretrained_folder
+from llmtrain.plan.facts.model import TextPart
+from llmtrain.plan.facts.model_facts import part_of, pretrained_folder, wrapper_of
 from llmtrain.recipe import LoraConfig, ModelConfig
 from llmtrain.system.hub import probe_hub_for
 from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json
@@ -66,6 +69,7 @@ def merge_checkpoint(
     most_bytes: int = SHARD_BYTES,
     base: str | None = None,
     into: Into = "trained",
+    text_only: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
     """Writes the model of a checkpoint of an adapter, with the adapter in its weights. Other arguments: as for `merge`.
@@ -81,7 +85,8 @@ def merge_checkpoint(
     with scratch_folder(out.absolute().parent, out.name) as folder:
         adapter = folder / "adapter"
         # Rounded only once, after it was added.
-        export(checkpoint, tokenizer, adapter, dtype="float32", base=base, trust_remote_code=trust_remote_code)
+        how: dict[str, Any] = {"base": base, "text_only": text_only, "trust_remote_code": trust_remote_code}
+        export(checkpoint, tokenizer, adapter, dtype="float32", **how)
         trusts = trust_remote_code and model.trust_remote_code
         merge(adapter, out, tokenizer, dtype=dtype, most_bytes=most_bytes, into=into, trust_remote_code=trusts)
 
@@ -95,6 +100,7 @@ def merge(
     dtype: Dtype | None = None,
     most_bytes: int = SHARD_BYTES,
     into: Into = "trained",
+    text_only: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
     """Writes base + adapter to `out`, for `from_pretrained`, with configuration and tokenizer.
@@ -102,7 +108,8 @@ def merge(
     adapter: a folder of PEFT. tokenizer: default: that of the adapter's folder, else the base's. base: folder or hub
     name; default: the one that the adapter names. dtype: of the weights; default: the base's. into: the weights to add
     an adapter of 4-bit weights to: `trained`, the values of the 4-bit weights, which gives the model that was trained;
-    or `full`, the original weights of the base, as other tools do. trust_remote_code: whether the base's own code may
+    or `full`, the original weights of the base, as other tools do. text_only: whether to write the text model of a
+    multimodal base alone. trust_remote_code: whether the base's own code may
     be run. Each weight is added in fp32 and rounded once. Memory holds the largest weight three times in fp32, never
     the model. Raises RecipeError for an adapter or a base that cannot be read, or whose code may not be run, and
     CheckpointError for weights that do not belong together, or if `out` has content or cannot be written.
@@ -120,14 +127,18 @@ def merge(
     config = configuration_of(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     empty = empty_model(config, weights, trust_remote_code)
-    if _unties(adapter, empty):
+    if _unties(adapter, empty, part_of(model, config)):
         model = model.model_copy(update={"config": {"tie_word_embeddings": False}})
         config = configuration_of(model, model.config)
         empty = empty_model(config, weights, trust_remote_code)
     packed = read_quantized(adapter) if into == "trained" else frozenset()
-    weights_of_base = read_pretrained(model, config)
+    weights_of_base, wrapper = read_pretrained(model, config), wrapper_of(model, config, weights)
+    part = wrapper.part if wrapper else None
+    if text_only:
+        check_alone(adapter, part, config)
     with reading(adapter, "it cannot be added to its base"):
-        merged = MergedWeights(adapter, lora, empty, weights_of_base, packed)
+        lora = of_text_model(lora, empty, part) if part else lora
+        merged = MergedWeights(adapter, lora, empty, weights_of_base, packed, part)
     groups = aliases(empty)
     ignored = unsaved_names(empty)
     names = [name for name in empty.state_dict() if groups[name][0] == name and name not in ignored]
@@ -136,14 +147,22 @@ def merge(
     with reading(str(model.pretrained), "its generation_config.json cannot be read"):
         empty.generation_config = _generation(model, empty.config)
     with new_folder(out) as folder:
-        write_configuration(empty, folder)
+        outgoing: WeightExporter | WholeExporter = WeightExporter(empty, names)
+        written = empty
+        if wrapper and not text_only:
+            written = wrapper.model
+            written.generation_config = empty.generation_config
+            outgoing = WholeExporter(wrapper, model, names)
+        write_configuration(written, folder)
         text.save_pretrained(folder)
-        write_weights(WeightExporter(empty, names), merged.read, empty.num_parameters(), most_bytes, folder)
+        if written is not empty:
+            copy_processors(model, folder)
+        write_weights(outgoing, merged.read, written.num_parameters(), most_bytes, folder)
 
 
-def _unties(adapter: Path, base: PreTrainedModel) -> bool:
+def _unties(adapter: Path, base: PreTrainedModel, part: TextPart | None) -> bool:
     """Whether an adapter holds an embedding and a head that its base ties, because it was trained with both."""
-    names = {name.removeprefix(FILE_PREFIX) for name in _opened(adapter).keys()}  # noqa: SIM118
+    names = {*_names(_opened(adapter), part)}
     return any(len(group) > 1 and names.issuperset(group) for group in aliases(base).values())
 
 
@@ -174,13 +193,29 @@ def _opened(folder: Path) -> Any:
         raise CheckpointError(Problem("merge.file", str(folder), message)) from error
 
 
+def _names(file: Any, part: TextPart | None) -> dict[str, str]:
+    """Maps the names of the weights that an adapter's file holds, as those of the model, to those in the file.
+
+    part: the place of the model in a multimodal one, whose names the file may have.
+    """
+    plain = {name: name.removeprefix(FILE_PREFIX) for name in file.keys()}  # noqa: SIM118
+    return {(part and part.own(name)) or name: stored for stored, name in plain.items()}
+
+
 class MergedWeights:
     """The weights of a base with an adapter."""
 
     def __init__(
-        self, folder: Path, lora: peft.LoraConfig, model: PreTrainedModel, base: Pretrained, packed: frozenset[str]
+        self,
+        folder: Path,
+        lora: peft.LoraConfig,
+        model: PreTrainedModel,
+        base: Pretrained,
+        packed: frozenset[str],
+        part: TextPart | None = None,
     ) -> None:
-        """model: the base on the meta device. packed: names of the weights whose 4-bit values are used.
+        """model: the base on the meta device. packed: names of the weights whose 4-bit values are used. part: the place
+        of the base in a multimodal model.
 
         Raises CheckpointError for an adapter of another model.
         """
@@ -189,8 +224,8 @@ class MergedWeights:
         self._parameters = targeted_parameters(model, lora)
         self._stored = stored_modules(self._parameters)
         self._file = _opened(folder)
-        names = self._file.keys()
-        heads = {name.removeprefix(FILE_PREFIX): meta_tensor_like(self._file.get_slice(name)) for name in names}
+        self._names = _names(self._file, part)
+        heads = {name: meta_tensor_like(self._file.get_slice(stored)) for name, stored in self._names.items()}
         self._shapes = {name: tuple(head.shape) for name, head in heads.items()}
         self._check(model, [name for name, head in heads.items() if not head.is_floating_point()])
 
@@ -235,7 +270,7 @@ class MergedWeights:
         yield from zip((f"{stored}.{part}" for part in LORA[:2]), shapes, strict=True)
 
     def _tensor(self, name: str) -> Tensor:
-        tensor: Tensor = self._file.get_tensor(FILE_PREFIX + name)
+        tensor: Tensor = self._file.get_tensor(self._names[name])
         if not is_finite(tensor):
             raise self._not_finite(f"'{name}' of the adapter contains NaN or infinity")
         return tensor.float()

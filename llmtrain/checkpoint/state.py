@@ -66,7 +66,8 @@ def restore(
     other random numbers. Raises CheckpointError if the data or the frozen weights differ, before anything is loaded.
     """
     state = check_data(folder, data, plan.recipe)
-    check_base(folder, state.base, base_of(plan))
+    if plan.recipe.model.omits_base_weights:  # otherwise it has all weights that are trained
+        check_base(folder, state.base, base_of(plan))
     is_same = manifests[0].layout == layout_of(plan) and manifests[0].world_size == world_size()
     with complete(folder, manifests, storage, privately=is_same) as files:
         engine.load(files)

@@ -52,6 +52,9 @@ class ExportRequest:
             "original ones."
         ),
     ] = "trained"
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Of a multimodal model: write the text model alone.")
+    ] = False
     trust_remote_code: TrustOption = False
     push: Annotated[
         str | None,
@@ -105,6 +108,7 @@ def _conflicts(request: ExportRequest) -> Iterator[Problem]:
             "--tokenizer": request.tokenizer,
             "--merge": request.merge,
             "--base": request.base,
+            "--text-only": request.text_only,
             "--trust-remote-code": request.trust_remote_code,
         }
         for option, value in written.items():
@@ -123,6 +127,7 @@ def _write(source: Path, out: Path, is_peft: bool, request: ExportRequest) -> No
             "dtype": request.dtype,
             "most_bytes": size_in_bytes(request.max_shard_size),
             "base": request.base,
+            "text_only": request.text_only,
             "trust_remote_code": request.trust_remote_code,
         }
         if is_peft:

@@ -42,6 +42,8 @@ from llmtrain.models.stages import Stage
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model, packed_input
 from llmtrain.plan.facts.built_model import STACKS, has_fused_experts, without_gradient
+from llmtrain.plan.facts.model import TextPart
+from llmtrain.plan.facts.model_facts import part_of
 from llmtrain.plan.facts.trained import matches
 from llmtrain.recipe import LoraConfig, ModelConfig, Recipe
 from llmtrain.system.hub import stored_file
@@ -130,6 +132,8 @@ def select_trained(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     if model.adapter is None:
         return _select_by_name(model, whole)
     lora = adapter_configuration(model.adapter)
+    if model.adapter.pretrained is not None and (part := part_of(model, config)) is not None:
+        lora = of_text_model(lora, whole, part)
     saved, problems = saved_modules(whole, lora)
     adapted, others = _adapted_modules(whole, model.adapter, lora, saved)
     parameters, more = _adapted_parameters(whole, model.adapter, lora, saved)
@@ -165,6 +169,45 @@ def adapter_configuration(adapter: LoraConfig) -> peft.LoraConfig:
     )
 
 
+def of_text_model(lora: peft.LoraConfig, whole: PreTrainedModel, part: TextPart) -> peft.LoraConfig:
+    """Returns the configuration of an adapter of a multimodal model for its text model alone.
+
+    whole: the text model. part: its place in the multimodal model; names that are already its own stay.
+    """
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    def own(names: Iterable[str]) -> list[str]:
+        return [part.own(name) or name for name in names]
+
+    changed, targets = copy(lora), lora.target_modules
+    if isinstance(targets, str) and targets.lower() != "all-linear":  # an expression for names in the whole
+        linear = [name for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+        changed.target_modules = {name for name in linear if check_target_module_exists(lora, part.whole(name))}
+    elif targets is not None and not isinstance(targets, str):
+        changed.target_modules = set(own(targets))
+    changed.target_parameters = own(lora.target_parameters or ()) or None
+    changed.modules_to_save = own(lora.modules_to_save or ()) or None
+    for values in ("rank_pattern", "alpha_pattern"):
+        of_names = (getattr(lora, values) or {}).items()
+        setattr(changed, values, {part.own(name) or name: value for name, value in of_names})
+    return changed
+
+
+def of_whole_model(lora: peft.LoraConfig, part: TextPart) -> peft.LoraConfig:
+    """Returns the configuration of an adapter of a text model for the multimodal model: the inverse of the above.
+
+    Its targets have to be the names of modules, as `outline` returns them.
+    """
+    changed = copy(lora)
+    changed.target_modules = {part.whole(name) for name in lora.target_modules or ()}
+    changed.target_parameters = [part.whole(name) for name in lora.target_parameters or ()] or None
+    changed.modules_to_save = [part.whole(name) for name in lora.modules_to_save or ()] or None
+    for values in ("rank_pattern", "alpha_pattern"):
+        of_names = (getattr(lora, values) or {}).items()
+        setattr(changed, values, {part.whole(name): value for name, value in of_names})
+    return changed
+
+
 def apply_adapter(
     model: PreTrainedModel,
     trained: Trained | None,
@@ -185,7 +228,9 @@ def apply_adapter(
     if trained.config is None:
         return
     _add_adapters(model, trained)
-    values = read_adapter(recipe.model.adapter) if recipe.model.adapter and recipe.model.adapter.pretrained else None
+    values = None
+    if recipe.model.adapter and recipe.model.adapter.pretrained:
+        values = read_adapter(recipe.model.adapter, part_of(recipe.model, model.config))
     _initialize_adapters(model, recipe.train.seed, gather, values, names or {}, stored_modules(trained.parameters))
 
 
@@ -226,9 +271,13 @@ def stored_name(name: str, stored: Mapping[str, str]) -> str:
     return stored.get(module, module) + lora + matrix
 
 
-def file_name(name: str, stored: Mapping[str, str]) -> str:
-    """Returns the name in an adapter's file of a weight that `weight_name` gives this name; the rest as above."""
-    return FILE_PREFIX + stored_name(name.removesuffix(".weight") if name.endswith(f"{DORA}.weight") else name, stored)
+def file_name(name: str, stored: Mapping[str, str], part: TextPart | None = None) -> str:
+    """Returns the name in an adapter's file of a weight that `weight_name` gives this name; the rest as above.
+
+    part: the place of the model in the multimodal one that the adapter is of.
+    """
+    plain = stored_name(name.removesuffix(".weight") if name.endswith(f"{DORA}.weight") else name, stored)
+    return FILE_PREFIX + (part.whole(plain) if part else plain)
 
 
 def to_file(name: str, value: Tensor) -> Tensor:
@@ -567,8 +616,11 @@ def _pretrained_value(values: Mapping[str, Tensor], name: str, like: Tensor) -> 
     return from_file(name, value, tuple(like.shape)).to(like)
 
 
-def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
-    """Returns the weights of a pretrained adapter by the names of `weight_name`. Raises RecipeError."""
+def read_adapter(adapter: LoraConfig, part: TextPart | None = None) -> dict[str, Tensor]:
+    """Returns the weights of a pretrained adapter by the names of `weight_name`. Raises RecipeError.
+
+    part: the place of the adapted model in a multimodal one, whose names the file may have.
+    """
     from peft.utils.save_and_load import load_peft_weights
 
     assert adapter.pretrained is not None
@@ -582,8 +634,9 @@ def read_adapter(adapter: LoraConfig) -> dict[str, Tensor]:
         raise _unreadable(adapter, f"{type(error).__name__}: {reason(error)}") from error
     if wrong := [name for name, value in stored.items() if not (value.is_floating_point() and is_finite(value))]:
         raise _unreadable(adapter, f"{abbreviate(wrong)} is not of finite floating point numbers")
+    plain = {name: name.removeprefix(FILE_PREFIX) for name in stored}
     return {
-        name.removeprefix(FILE_PREFIX) + (".weight" if name.endswith(DORA) else ""): value
+        ((part and part.own(plain[name])) or plain[name]) + (".weight" if name.endswith(DORA) else ""): value
         for name, value in stored.items()
     }
 

@@ -37,13 +37,16 @@ from llmtrain.models.tiny.tensor_check import check_tensor_split
 from llmtrain.overrides.torch import parameters_without_memory, persistent_buffers
 from llmtrain.plan.facts.built_model import decoder_lists
 from llmtrain.plan.facts.classifier import HEAD, MODULE
+from llmtrain.plan.facts.families import WRAPPERS
 from llmtrain.plan.facts.model_facts import (
     dropout_of,
     has_own_code,
     model_facts,
+    pretrained_config,
     pretrained_configuration,
     pretrained_folder,
 )
+from llmtrain.plan.facts.wrapper import declare_causal_lm
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
 
@@ -68,7 +71,10 @@ def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedCo
     """
     try:
         if model.architecture is not None:
-            return AutoConfig.for_model(model.architecture, **values)
+            made = AutoConfig.for_model(model.architecture, **values)
+            if made.model_type in WRAPPERS.values():
+                declare_causal_lm(type(made))
+            return made
         pretrained_folder(model)
         with remote_code_errors(str(model.pretrained)):
             config = pretrained_configuration(model, values)
@@ -88,7 +94,7 @@ def _check_effect(model: ModelConfig, kind: type[PreTrainedConfig], values: dict
     Layers of Qwen2, for example, follow `layer_types`. This list is derived from `use_sliding_window` only while
     `config.json` lacks it.
     """
-    declared, _ = kind.get_config_dict(model.pretrained, revision=model.revision)
+    _, declared = pretrained_config(model)
 
     def derived(name: str, fields: dict[str, Any]) -> Any:
         return kind.from_dict({key: value for key, value in fields.items() if key != name}).to_dict().get(name)

@@ -27,6 +27,7 @@ from llmtrain.errors import Problem, RecipeError
 from llmtrain.models.classifier import decoder_of
 from llmtrain.overrides.torch import persistent_buffers
 from llmtrain.overrides.transformers import skipped_patterns
+from llmtrain.plan.facts.wrapper import Wrapper
 
 Read = Callable[[str], Tensor]
 """Returns a tensor, given its name."""
@@ -175,8 +176,18 @@ class WeightImporter:
 
     def tensor(self, name: str, read: Read) -> Tensor:
         """Returns a weight. read: returns a tensor of the files. Raises KeyError if the files lack the weight."""
-        stored_name = self._own_name(name) or name
+        stored_name = self._own_name(name)
+        if stored_name is None:
+            raise KeyError(name)
         return self._converted(self._file_tensors[stored_name], read)[stored_name]
+
+    def origins(self) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+        """Yields weights with the tensors that they are made from: their names, and the patterns that these match.
+
+        Several weights that are made together are yielded once, by the first of their names.
+        """
+        for origin in {id(origin): origin for origin in self._file_tensors.values()}.values():
+            yield origin.target, origin.keys
 
     def _own_name(self, name: str) -> str | None:
         """Returns the name under which the files hold a weight."""
@@ -211,3 +222,19 @@ class WeightImporter:
             converter.add_tensor(origin.target, key, pattern, read(key))
         converted = converter.convert(origin.target, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
+
+
+class PartImporter(WeightImporter):
+    """The weights of a text model, made from the files of the multimodal model of which it is a part."""
+
+    def __init__(self, wrapper: Wrapper, files: Mapping[str, Tensor]) -> None:
+        """wrapper: the multimodal model; other arguments: as for `WeightImporter`."""
+        super().__init__(wrapper.model, files)
+        self._part = wrapper.part
+
+    def stored(self, group: Iterable[str]) -> list[str]:
+        """Returns those names of a weight of the text model under which the files hold it."""
+        return [name for name in group if self._part.whole(name) in self._file_tensors]
+
+    def _own_name(self, name: str) -> str | None:
+        return super()._own_name(self._part.whole(name))

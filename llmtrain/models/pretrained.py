@@ -17,9 +17,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError, abbreviate, reason
 from llmtrain.models.classifier import declare_head
-from llmtrain.models.hub_names import WeightImporter, aliases, empty_model
+from llmtrain.models.hub_names import PartImporter, WeightImporter, aliases, empty_model
 from llmtrain.plan.facts.classifier import HEAD, is_classifier
-from llmtrain.plan.facts.families import TEXT_PARTS
+from llmtrain.plan.facts.model_facts import wrapper_of
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
 from llmtrain.system.hub import INDEX, SINGLE
@@ -111,13 +111,16 @@ def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained
         message = f"{source.pretrained} is quantized, so its weights cannot be read one by one"
         fix = "name a folder with plain weights, or use parallel.zero_stage=2 without stages and tensor parallelism"
         raise RecipeError(Problem("model.pretrained_quantized", "model.pretrained", message, fix))
-    files = _files(source)
+    files = tensor_files(source)
     model = empty_model(config, torch.float32, source.trust_remote_code)
-    incoming = WeightImporter(model, _shapes(files))
+    wrapper = wrapper_of(source, config)
+    incoming = (
+        WeightImporter(model, file_shapes(files)) if wrapper is None else PartImporter(wrapper, file_shapes(files))
+    )
     if source.config.get("tie_word_embeddings") is False and source.num_labels is None:
         incoming.untie()
     names = {name: group for name, group in aliases(model).items() if name == group[0]}
-    unused = [] if config.model_type in TEXT_PARTS else incoming.unused  # a note of the plan says so
+    unused = incoming.unused
     missing = [name for name in names if not incoming.has(name)]
     if source.num_labels is not None:  # files of a causal LM lack this head, and have that over the vocabulary
         missing = [name for name in missing if name != HEAD]
@@ -206,11 +209,14 @@ def hash_of_weights(source: ModelConfig) -> str:
 
 def weight_files(source: ModelConfig) -> list[Path]:
     """Returns the files of the weights of `model.pretrained`."""
-    return sorted(set(_files(source).values()))
+    return sorted(set(tensor_files(source).values()))
 
 
-def _files(source: ModelConfig) -> dict[str, Path]:
-    """Maps each tensor of a local folder or hub repository to its file."""
+def tensor_files(source: ModelConfig) -> dict[str, Path]:
+    """Maps each tensor of `model.pretrained`, in a local folder or hub repository, to its file.
+
+    Raises RecipeError if they cannot be found.
+    """
     assert source.pretrained is not None
     folder = Path(source.pretrained)
     if not folder.is_dir():
@@ -248,7 +254,8 @@ def _index(file: Path) -> dict[str, str]:
     raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
 
 
-def _shapes(files: dict[str, Path]) -> dict[str, Tensor]:
+def file_shapes(files: dict[str, Path]) -> dict[str, Tensor]:
+    """Maps each tensor to a meta tensor of its shape, as `tensor_files` maps it to its file."""
     tensors = {file: _meta_tensors(file) for file in dict.fromkeys(files.values())}
     return {name: tensors[file][name] for name, file in files.items() if name in tensors[file]}
 

@@ -50,6 +50,6 @@ def test_almost_all_families_keep_documents_apart():
 
 
 @pytest.mark.breadth
-@pytest.mark.parametrize("name", [*PAGES, "families_experts"])
+@pytest.mark.parametrize("name", [*PAGES, "families_experts", "families_multimodal"])
 def test_a_trial_gives_the_committed_results(name):
     assert [*render.messages([name])] == []

@@ -211,9 +211,10 @@ def test_rotary_settings_without_effect_on_pretrained_weights_are_refused(declar
     model_facts(ModelConfig(pretrained=str(tmp_path), config={"rope_parameters": whole}), 8)
 
 
-def test_a_wrapper_has_the_fields_of_its_own_configuration_only(tmp_path):
+def test_a_multimodal_model_has_the_fields_of_its_text_model_only(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
-    assert set(problems(pretrained=str(tmp_path), config={"head_dim": 8})) == {"model.config.head_dim"}
+    fields = {"head_dim": 8, "mm_tokens_per_image": 4}
+    assert set(problems(pretrained=str(tmp_path), config=fields)) == {"model.config.mm_tokens_per_image"}
 
 
 def test_a_missing_pretrained_folder_is_refused(tmp_path, monkeypatch):

@@ -16,7 +16,6 @@ from llmtrain.checkpoint.manifest import Manifest
 from llmtrain.plan import Plan
 from llmtrain.plan.described import split_lines
 from llmtrain.plan.facts.classifier import SUFFIX
-from llmtrain.plan.facts.families import TEXT_PARTS
 from llmtrain.recipe import ObjectiveConfig
 from llmtrain.system.untrusted import read_bytes
 
@@ -28,16 +27,20 @@ Line = dict[str, Any]
 MOST_METRICS_BYTES = 1 << 34
 
 
-def model_card(plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, metrics: Path) -> str:
+def model_card(
+    plan: Plan, state: TrainerState, manifest: Manifest, dtype: str, metrics: Path, whole: bool = False
+) -> str:
     """Returns Markdown with a YAML head, as the hub reads it. Local paths are reduced to their last component.
 
-    dtype: data type of the weights. metrics: `metrics.jsonl` of the run, which may not exist.
+    dtype: data type of the weights. metrics: `metrics.jsonl` of the run, which may not exist. whole: whether the text
+    model is written with the multimodal model that it is part of.
     """
     recipe = plan.recipe
-    auto_class = "AutoModelForCausalLM" if recipe.model.num_labels is None else f"AutoModel{SUFFIX}"
+    causal = "AutoModelForMultimodalLM" if whole else "AutoModelForCausalLM"
+    auto_class = causal if recipe.model.num_labels is None else f"AutoModel{SUFFIX}"
     train, evaluation = _last_lines(metrics, state.step)
     rows = [
-        ("model", f"{_model_type(plan)}, {plan.model.parameters:,} parameters, {dtype}"),
+        ("model", f"{_model_type(plan, whole)}, {plan.model.parameters:,} parameters, {dtype}"),
         ("started from", portable(recipe.model.pretrained) if recipe.model.pretrained else "random weights"),
         ("data", "; ".join(f"{portable(source.name)} (weight {source.weight:g})" for source in recipe.data.sources)),
         ("sequence length", f"{recipe.data.sequence_length:,} tokens"),
@@ -125,10 +128,12 @@ def _metric_rows(
     return rows
 
 
-def _model_type(plan: Plan) -> str:
-    """Returns the model type, and whether the weights are only a part of the pretrained model."""
-    is_part = plan.recipe.model.pretrained is not None and plan.model.model_type in TEXT_PARTS
-    return f"{plan.model.model_type}{' (the text model alone)' if is_part else ''}"
+def _model_type(plan: Plan, whole: bool) -> str:
+    """Returns the model type, and what it is of a multimodal model."""
+    part = plan.model.part
+    if part is None:
+        return plan.model.model_type
+    return f"{plan.model.model_type} (the text model of {part.wrapper}{'' if whole else ', alone'})"
 
 
 def _batches(plan: Plan, state: TrainerState) -> str:

@@ -102,7 +102,7 @@ class Chat:
         model = load_causal_lm(folder, trust_remote_code)
         self._model = model.to(device_for(model)).eval()
         self._temperature = temperature
-        self._most: int = getattr(model.config, "max_position_embeddings", None) or 2**63
+        self._most: int = getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**63
         self._tokens = tokens or max(1, min(TOKENS, self._most // 4))
         self._messages: list[Message] = [{"role": "system", "content": system}] if system else []
         self._first = len(self._messages)

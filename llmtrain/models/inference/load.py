@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMultimodalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from llmtrain.errors import CheckpointError, Problem, UserError, abbreviate, reason
 from llmtrain.models.adapter import wrong_values
@@ -19,6 +25,7 @@ from llmtrain.models.hub_names import remote_code_errors
 from llmtrain.models.pretrained import is_finite, is_quantized, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
 from llmtrain.plan.facts.classifier import SUFFIX
+from llmtrain.plan.facts.wrapper import is_wrapper
 from llmtrain.system.hub import probe_hub_for, stored_file
 from llmtrain.system.untrusted import file_fault, is_folder, read_json, require_regular_files, utf8_name
 
@@ -78,11 +85,20 @@ def load_causal_lm(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
             if isinstance(lora, peft.LoraConfig) and (wrong := wrong_values(lora)):
                 raise CheckpointError(Problem("model.adapter", str(folder), f"its adapter has {wrong}", AGAIN))
         _check_head(folder)
+        kind = AutoModelForMultimodalLM if _is_multimodal(named) else AutoModelForCausalLM
         with checked_loading(check):
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                str(named), trust_remote_code=trust_remote_code
-            )
+            model: PreTrainedModel = kind.from_pretrained(str(named), trust_remote_code=trust_remote_code)
         return model
+
+
+def _is_multimodal(folder: Path) -> bool:
+    """Whether a folder holds a multimodal model whose text model llmtrain trains, or an adapter of one."""
+    name, revision = str(folder), None
+    if (file := folder / "adapter_config.json").is_file():
+        settings = read_json(file, dict[str, Any])
+        name, revision = str(settings.get("base_model_name_or_path")), settings.get("revision")
+    config = stored_file(name, "config.json", revision)
+    return config is not None and is_wrapper(str(read_json(config, dict[str, Any]).get("model_type")))
 
 
 def _check_head(folder: Path) -> None:

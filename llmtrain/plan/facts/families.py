@@ -268,5 +268,6 @@ EXPERT_FAMILIES = frozenset(_TRIED["expert"])
 """Families whose experts can be distributed over ranks."""
 EXPERT_TENSOR_FAMILIES = frozenset(_TRIED["expert_tensor"])
 """Those of them that tensor parallel ranks can split beside the experts."""
-TEXT_PARTS = frozenset(_TRIED["text_parts"])
-"""Model types of several modalities of which `transformers` builds only the text model as causal LM."""
+WRAPPERS: dict[str, str] = _TRIED["wrappers"]
+"""Multimodal model type → the type of its text model by default, for those whose text model alone computes the same
+from texts (`docs/reference/families_multimodal.md`)."""

@@ -38,6 +38,31 @@ class OwnTrials(Part):
     """For each precision and layer, what it saves for its backward pass; empty for a model that cannot be traced."""
 
 
+class TextPart(Part):
+    """Where the text model of a multimodal model, the wrapper, is in it."""
+
+    wrapper: str
+    """`model_type` of the whole."""
+    prefixes: tuple[tuple[str, str], ...]
+    """The beginnings of names in the text model, and what they are in the wrapper: of its decoder and of its head."""
+    untouched: tuple[tuple[str, int], ...]
+    """The parts beside it, which are not loaded, and their numbers of parameters."""
+
+    def whole(self, name: str) -> str:
+        """Returns the name in the wrapper of a module or weight of the text model."""
+        for own, its in self.prefixes:
+            if f"{name}.".startswith(own):
+                return (its + f"{name}.".removeprefix(own))[:-1]
+        return name
+
+    def own(self, name: str) -> str | None:
+        """Returns the name in the text model of a module or weight of the wrapper; None for one of another part."""
+        for own, its in self.prefixes:
+            if f"{name}.".startswith(its):
+                return (own + f"{name}.".removeprefix(its))[:-1]
+        return None
+
+
 class ModelFacts(Part):
     """Properties of a model that the plan depends on, determined without building the model if possible."""
 
@@ -82,6 +107,8 @@ class ModelFacts(Part):
     """Experts per layer that a token is routed to; 0 for a dense model, or if the configuration does not say."""
     text_model_type: str = ""
     """`model_type` of the part that reads texts, if the model has parts for other inputs."""
+    part: TextPart | None = None
+    """Where the model is in a multimodal one, of which it is the text model."""
     trials: OwnTrials | None = None
     """What trials of a user's own model have shown; None for other models."""
     router_loss_off: float = 0.0

@@ -22,10 +22,18 @@ from llmtrain.plan.facts.built_model import (
     without_gradient,
 )
 from llmtrain.plan.facts.classifier import FIELD, MODULE, SUFFIX, with_head
-from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, Family, Shape
-from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, WRAPPERS, Family, Shape
+from llmtrain.plan.facts.model import ModelFacts, TextPart
 from llmtrain.plan.facts.own_model import own_model_facts
 from llmtrain.plan.facts.trained import with_trained
+from llmtrain.plan.facts.wrapper import (
+    Wrapper,
+    declare_causal_lm,
+    has_causal_lm,
+    is_wrapper,
+    text_configuration,
+    whole_configuration,
+)
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.hub import hub_has, is_path
 from llmtrain.system.untrusted import expanded, is_folder, read_json, refusing
@@ -45,6 +53,9 @@ def has_own_code(model: ModelConfig, declared: dict[str, Any]) -> bool:
 def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreTrainedConfig:
     """Returns the configuration of a recipe's pretrained model, with some fields replaced.
 
+    That of a multimodal model is the configuration of its text model. `transformers` builds a causal LM of it from now
+    on, even if it has no class for one.
+
     If the recipe trusts the code that comes with it, `transformers` builds that code's class from such a configuration
     from now on in this process. A tiny copy or a stage of it is thus built like that of any other family. Raises what
     `transformers` raises: OSError, ValueError, ….
@@ -52,6 +63,10 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+    if (whole := multimodal_configuration(model)) is not None:
+        text = text_configuration(whole)
+        declare_causal_lm(type(text))
+        return type(text).from_dict(text.to_dict(), **fields)
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code, **fields
     )
@@ -62,10 +77,44 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
     return config
 
 
+def multimodal_configuration(model: ModelConfig) -> PreTrainedConfig | None:
+    """Returns the whole configuration of a multimodal model whose text model is trained; None for any other model."""
+    if model.pretrained is None:
+        return None
+    model_type, declared = _declared_config(model)
+    if not is_wrapper(model_type) or has_own_code(model, declared):
+        return None
+    return whole_configuration(model_type, declared)
+
+
+def wrapper_of(model: ModelConfig, text: PreTrainedConfig, dtype: Any = None) -> Wrapper | None:
+    """Returns the multimodal model of which a recipe's model is the text model; None for any other model.
+
+    text: the configuration of the text model. dtype: as for `Wrapper`. Raises RecipeError if it cannot be built.
+    """
+    whole = multimodal_configuration(model)
+    if whole is None:
+        return None
+    try:
+        return Wrapper(whole, text, dtype)
+    except Exception as error:  # a foreign model's constructor may raise anything
+        message = f"the text model of '{whole.model_type}' cannot be trained: {type(error).__name__}: {reason(error)}"
+        fix = "name a folder with the text model alone"
+        raise RecipeError(Problem("model.multimodal", "model.pretrained", message, fix)) from None
+
+
+def part_of(model: ModelConfig, text: PreTrainedConfig) -> TextPart | None:
+    """Returns where a recipe's model is in a multimodal one; None for any other model. Arguments: of `wrapper_of`."""
+    wrapper = wrapper_of(model, text)
+    return wrapper.part if wrapper else None
+
+
 _REQUIRED_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
 MAX_SIZE = 2**31 - 1
 """Largest size in a model's configuration: beyond it a matrix has more elements than torch can count (63 bits)."""
-FAMILIES_PAGE = "docs/reference/families.md lists the causal language models"
+FAMILIES_PAGE = (
+    "docs/reference/families.md lists the causal language models, families_multimodal.md those with a text model"
+)
 MAX_LAYERS = 1_000
 """Largest number of decoder layers of a model: each is examined by itself."""
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -100,12 +149,39 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
             return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
         if problems := _ineffective_rotary(model, declared):
             raise RecipeError(problems)
+        whole = multimodal_configuration(model)
+        if whole is not None:
+            _check_multimodal(model, whole)
         facts = _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
         quantized = declared.get("quantization_config")
         method = str(quantized.get("quant_method")) if isinstance(quantized, dict) else ""
-        return facts.model_copy(update={"quantization": method})
+        facts = facts.model_copy(update={"quantization": method})
+        if whole is None:
+            return facts
+        text = pretrained_configuration(model, dict(model.config))
+        off = facts.router_loss_off if has_causal_lm(text) else 0.0  # it cannot be trained
+        return facts.model_copy(update={"part": part_of(model, text), "router_loss_off": off})
     assert model.architecture is not None  # ModelConfig requires one of the two
     return _facts(model, model.architecture, dict(model.config), vocab_size)
+
+
+def _check_multimodal(model: ModelConfig, whole: PreTrainedConfig) -> None:
+    """Raises RecipeError for what cannot be done with the text model of a multimodal model."""
+    problems = []
+    if getattr(whole, "quantization_config", None) is not None:
+        message = f"{model.pretrained} is a quantized multimodal model, whose text model cannot be read alone"
+        fix = "name a folder with plain weights"
+        problems.append(Problem("model.pretrained_quantized", "model.pretrained", message, fix))
+    if model.num_labels is not None:
+        message = f"{model.pretrained} is a multimodal model, whose head is not replaced"
+        problems.append(Problem("model.classifier", FIELD, message, "use the text model alone (export --text-only)"))
+    text = text_configuration(whole)
+    if not has_causal_lm(text) and model.config.get("output_router_logits"):
+        message = f"is not supported: transformers has no causal LM of '{text.model_type}' with a router's loss"
+        field = "model.config.output_router_logits"
+        problems.append(Problem("model.router_loss", field, message, f"--set {field}=false"))
+    if problems:
+        raise RecipeError(problems)
 
 
 def _ineffective_rotary(model: ModelConfig, declared: Mapping[str, Any]) -> list[Problem]:
@@ -356,7 +432,18 @@ def _impossible(family: Family, given: dict[str, Any], shape: Shape) -> list[Pro
 
 
 def pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Returns `model_type` and configuration of pretrained weights, from a local folder or by a name on the hub."""
+    """Returns `model_type` and configuration of pretrained weights, from a local folder or by a name on the hub.
+
+    Those of a multimodal model are those of its text model.
+    """
+    whole = multimodal_configuration(model)
+    if whole is None:
+        return _declared_config(model)
+    text = text_configuration(whole).to_dict()
+    return text.pop("model_type"), text
+
+
+def _declared_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     assert model.pretrained is not None
     folder = pretrained_folder(model)
     config = _read_config(folder / "config.json") if folder else _hub_config(model)
@@ -441,12 +528,14 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
             raise RecipeError(Problem("model.remote_code", "model.trust_remote_code", message, fix))
         message = f"'{model_type}' is not an architecture of transformers{did_you_mean(model_type, CONFIG_MAPPING)}"
         raise RecipeError(Problem("model.architecture", "model.architecture", message, FAMILIES_PAGE))
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in given:
+    config_class = CONFIG_MAPPING[model_type]
+    if model_type in WRAPPERS.values():
+        declare_causal_lm(config_class)
+    elif model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "auto_map" not in given:
         known_names = difflib.get_close_matches(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         close = f"; the nearest that has one: {', '.join(known_names)}" if known_names else ""
         message = f"'{model_type}' has no causal language model in transformers{close}"
         raise RecipeError(Problem("model.architecture", "model.architecture", message, FAMILIES_PAGE))
-    config_class = CONFIG_MAPPING[model_type]
     known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | COMMON_KEYS
     if "text_config" not in known:  # otherwise that part has them
         known |= LEGACY_ROPE_KEYS | {"head_dim", "num_key_value_heads"}

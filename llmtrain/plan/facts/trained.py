@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.facts.model import ModelFacts
+from llmtrain.plan.facts.model import ModelFacts, TextPart
 from llmtrain.plan.facts.weights import Weight, Weights, runs_of
 from llmtrain.recipe import LoraConfig, ModelConfig
 from llmtrain.system.hub import stored_file
@@ -35,7 +35,7 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
         return facts
     packs, unreached = model.quantize != "none", frozenset(facts.without_gradient)
     if model.adapter:
-        change = _with_adapter(_adapter(model.adapter), packs, unreached)
+        change = _with_adapter(_adapter(model.adapter, facts.part), packs, unreached)
     else:
         change = _named(model.trainable or ("*",), weights.tied, unreached)
     layers = [tuple(change(weights.layer(index), f"{weights.prefix}.{index}.")) for index in range(weights.layers)]
@@ -102,9 +102,9 @@ class _Adapter:
     """Patterns of the modules that are trained as a whole."""
 
 
-def _adapter(lora: LoraConfig) -> _Adapter:
+def _adapter(lora: LoraConfig, part: TextPart | None) -> _Adapter:
     if lora.pretrained is not None:
-        return _pretrained(lora)
+        return _pretrained(lora, part)
     targets, rank = lora.targets, lora.rank or 0
     is_target = (lambda _: True) if targets == "all-linear" else (lambda name: matches(name, targets))
     return _Adapter(
@@ -116,8 +116,11 @@ def _adapter(lora: LoraConfig) -> _Adapter:
     )
 
 
-def _pretrained(lora: LoraConfig) -> _Adapter:
-    """Reads what PEFT has written; its targets are ends of names, or a regular expression."""
+def _pretrained(lora: LoraConfig, part: TextPart | None) -> _Adapter:
+    """Reads what PEFT has written; its targets are ends of names, or a regular expression.
+
+    part: the place of the model in a multimodal one, whose names the adapter may have.
+    """
     name, field = lora.pretrained or "", "model.adapter.pretrained"
     path = stored_file(name, "adapter_config.json", lora.revision)
     if path is None:
@@ -128,18 +131,26 @@ def _pretrained(lora: LoraConfig) -> _Adapter:
         rank, dora, saved = int(config["r"]), bool(config.get("use_dora")), config.get("modules_to_save") or ()
         parameters = tuple(config.get("target_parameters") or ())
 
+    def names(name: str) -> set[str]:
+        return {name, part.whole(name)} if part else {name}
+
     def is_target(module: str) -> bool:
         if isinstance(targets, str):
-            return targets == "all-linear" or re.fullmatch(targets, module) is not None
-        return matches(module, targets or ())
+            return targets == "all-linear" or any(re.fullmatch(targets, name) for name in names(module))
+        return any(matches(name, targets or ()) for name in names(module))
 
     def rank_of(module: str) -> int:
-        return next((value for key, value in ranks.items() if re.fullmatch(rf"(.*\.)?({key})", module)), rank)
+        found = (value for key, value in ranks.items() for name in names(module) if _is_of_pattern(key, name))
+        return next(found, rank)
 
     def is_parameter(parameter: str) -> bool:
-        return any(f".{parameter}".endswith(f".{target}") for target in parameters)
+        return any(f".{name}".endswith(f".{target}") for target in parameters for name in names(parameter))
 
     return _Adapter(is_target, is_parameter, rank_of, dora, saved)
+
+
+def _is_of_pattern(pattern: str, module: str) -> bool:
+    return re.fullmatch(rf"(.*\.)?({pattern})", module) is not None
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

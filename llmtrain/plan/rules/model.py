@@ -7,7 +7,7 @@ from posixpath import commonpath
 
 from llmtrain.plan.axes import SEQUENCE
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
-from llmtrain.plan.facts.families import MIXES_DOCUMENTS, MIXING_PARTS, TEXT_PARTS
+from llmtrain.plan.facts.families import MIXES_DOCUMENTS, MIXING_PARTS
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.system.hub import INDEX, SINGLE
@@ -220,14 +220,16 @@ def router_loss(draft: Draft) -> Iterator[Fault]:
 
 @rule("model.text_part", "read", refuses=False)
 def text_part(draft: Draft) -> Iterator[Fault]:
-    """Notes that the towers for images, sound or video are neither trained nor exported. For some models of several
-    modalities, the causal LM of transformers is only their text model."""
-    if draft.recipe.model.pretrained is not None and draft.facts is not None and draft.facts.model_type in TEXT_PARTS:
+    """Notes what is trained of a multimodal model: its text model. Its other parts are not loaded, and an export has
+    them as they are in the pretrained weights."""
+    if draft.facts is not None and (part := draft.facts.part) is not None:
+        _, decoder = part.prefixes[0]
+        beside = ", ".join(f"{name} ({number:,} parameters)" for name, number in part.untouched) or "none"
         message = (
-            f"{draft.facts.model_type} has parts for other inputs than text, which are not loaded; checkpoints and "
-            "exports contain the text model alone"
+            f"of '{part.wrapper}', the text model {decoder[:-1]} is trained ({draft.facts.parameters:,} parameters); "
+            f"the other parts are not loaded, and exports have them unchanged: {beside}"
         )
-        yield Fault("model.pretrained", message, "use the export as a text model")
+        yield Fault("model.pretrained", message, "export --text-only writes the text model alone")
 
 
 @rule("data.documents_mixed", "run", refuses=False)

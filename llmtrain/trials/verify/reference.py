@@ -30,10 +30,11 @@ from transformers import (
     PreTrainedModel,
 )
 
-from llmtrain.plan.facts.families import MIXES_DOCUMENTS
+from llmtrain.plan.facts.families import MIXES_DOCUMENTS, WRAPPERS
 from llmtrain.recipe import GradientContext, ObjectiveConfig, Recipe, gradient_seed
 from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
 from llmtrain.trials.verify.reference_adapters import add_rows, plain_name, round_base, train_part
+from llmtrain.trials.verify.reference_multimodal import TextOfWhole
 from llmtrain.trials.verify.reference_optimizers import reference_optimizer
 
 NO_TARGET = -100
@@ -542,6 +543,9 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
     if model.pretrained is not None:
         origin = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         size = fields.pop("vocab_size", None) if model.kept_rows else None
+        whole = AutoConfig.from_pretrained(model.pretrained, **origin)
+        if whole.model_type in WRAPPERS:
+            return TextOfWhole.read(model, whole, fields, size, named).to(device)
         config = AutoConfig.from_pretrained(model.pretrained, **origin, **fields)
         if model.num_labels is not None:
             config.num_labels = model.num_labels

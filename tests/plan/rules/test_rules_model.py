@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import json
 
 import pytest
-import transformers
-from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.plan.facts.families import TEXT_PARTS
+from llmtrain.plan.facts.families import WRAPPERS
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.rules import resolve
-from llmtrain.plan.rules.model import text_part
 from llmtrain.recipe import ModelConfig
 from llmtrain.recipe.cluster import Cluster
 from tests.helpers.small_plan import small_plan
@@ -72,15 +68,20 @@ def test_a_dbrx_that_fails_in_its_first_pass_is_refused():
     assert model_facts(ModelConfig(architecture="dbrx", config=clipped), 99).layers == 2
 
 
-def test_wrappers_of_which_only_the_text_model_is_loaded_are_noted(tmp_path):
-    for name, mapped in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        if name in TEXT_PARTS:
-            own = getattr(transformers, mapped).config_class
-            assert own is CONFIG_MAPPING[name].sub_configs["text_config"], name
-    draft = SimpleNamespace(
-        recipe=SimpleNamespace(model=SimpleNamespace(pretrained="a/name")), facts=SimpleNamespace(model_type="llama4")
-    )
-    (fault,) = text_part.check(draft)
-    assert "contain the text model alone" in fault.message
-    draft.facts.model_type = "llama"
-    assert not list(text_part.check(draft))
+def test_what_cannot_be_done_with_the_text_model_of_a_multimodal_one_is_refused_together(tmp_path):
+    text = {"model_type": "qwen3_vl_moe_text", "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2}
+    config = {"model_type": "qwen3_vl_moe", "text_config": text, "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    fields = {"num_labels": 2, "config": {"output_router_logits": True}}
+    with pytest.raises(RecipeError) as caught:
+        model_facts(ModelConfig(pretrained=str(tmp_path), **fields), 99)
+    rules = ["model.pretrained_quantized", "model.classifier", "model.router_loss"]
+    assert [problem.rule for problem in caught.value.problems] == rules
+
+
+def test_a_multimodal_model_whose_text_model_cannot_be_trained_is_refused(tmp_path):
+    assert "kosmos-2" not in WRAPPERS
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "kosmos-2"}), encoding="utf-8")
+    with pytest.raises(RecipeError, match="no causal language model") as caught:
+        model_facts(ModelConfig(pretrained=str(tmp_path)), 99)
+    assert "families_multimodal.md" in caught.value.problems[0].fix

@@ -15,6 +15,7 @@ from tests.helpers.batches import WRAPPER
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, GPT_OSS
 from tests.helpers.small_verify import certified, job_of, plant, refer, small
+from tests.helpers.wrappers import VISION, save_wrapper
 
 CPU = torch.device("cpu")
 SLOW, BREADTH = pytest.mark.slow, pytest.mark.breadth
@@ -87,6 +88,24 @@ def test_every_planted_bug_is_detected(plan, bugs, verify_corpus, tmp_path):
     assert found.pop("none") == [plan]
     assert found.keys() == {bug.__name__ for bug in getattr(planted_adapter, bugs)}
     assert {name for name, plans in found.items() if plans} == set()
+
+
+@pytest.mark.parametrize(
+    ("family", "trained", "names"),
+    [
+        pytest.param("gemma3", {}, [FLAT, STAGED, "dp2-zero3-acc2"], marks=SLOW),
+        pytest.param("qwen2_5_vl", {"model.adapter": {"rank": 4}}, [FLAT, STAGED, "dp2-zero3-acc2"], marks=BREADTH),
+        *(pytest.param(family, {}, [FLAT], marks=BREADTH) for family in VISION),
+        pytest.param("qwen3_vl", {}, [], marks=BREADTH),
+    ],
+)
+def test_the_text_models_of_multimodal_models_are_certified(family, trained, names, verify_corpus, tmp_path):
+    """The reference runs the forward of the whole."""
+    fields = {"model": {"pretrained": str(save_wrapper(tmp_path / "model", family))}, **trained}
+    tokenizer = str(prepare(small(verify_corpus)).tokenizer_dir)
+    job = job_of(small(verify_corpus, **fields, **{"data.tokenizer": tokenizer}), names)
+    run_ranks(1, refer, job, tmp_path)
+    assert all(run_ranks(2, certified, job, tmp_path)[0].values())
 
 
 DENSE = {**UNTIED, "model.adapter": ADAPTER}
