@@ -97,11 +97,11 @@ class Trial:
     """Returns the kind of the result and a note for each column, or raises a FamilyError, which counts as `refused`."""
     lists: Callable[[list[Verdict]], dict[str, Any]] = lambda verdicts: {}
     """Returns what is written to `families.json`, by its key."""
+    columns: tuple[str, ...] = ("",)
+    """The heads of the columns of notes."""
     kind: str = "are decoder-only"
     """What the families have in common."""
     others: str = "are not decoder-only language models"
-    columns: tuple[str, ...] = ("",)
-    """The heads of the columns of notes."""
 
     def judge(self, family: str) -> Verdict:
         """Tries a family, unless it is out of scope."""
@@ -562,8 +562,8 @@ EXPERT = Trial(
     _on_meta,
     _compare_experts,
     _expert_lists,
-    "are decoder-only with routed experts",
-    "have no experts, are not decoder-only language models",
+    kind="are decoder-only with routed experts",
+    others="have no experts, are not decoder-only language models",
 )
 
 

@@ -202,6 +202,12 @@ def per_document(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, PerDocument)]
 
 
+def outside_of_parts(module: nn.Module) -> list[nn.Module]:
+    """Returns the modules within a module that are given slices of sequences if a rank holds slices."""
+    inside = {inner for part in per_document(module) for inner in part.modules()}
+    return [inner for inner in module.modules() if inner not in inside]
+
+
 @cache
 def _per_document(kind: type[nn.Module]) -> type[nn.Module]:
     """Returns a subclass that computes each document on its own."""

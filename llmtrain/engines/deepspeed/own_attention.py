@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from llmtrain.models.documents import outside_of_parts
 from llmtrain.models.tensor.collectives import HIDDEN_SHARD, SEQUENCE_SHARD, Shard
 from llmtrain.models.tensor.usual_plan import COUNTS, biases_of_heads, split_attention
 from llmtrain.overrides import replaced
@@ -37,11 +38,15 @@ class SequenceRanks:
 
 
 def exchanges(model: PreTrainedModel, ranks: SequenceRanks) -> list[Exchange]:
-    """Returns what is exchanged in a family that computes all attention itself; nothing for other models."""
+    """Returns what is exchanged in a family that computes all attention itself; nothing for other models.
+
+    Parts that gather whole sequences (`llmtrain.models.documents`) exchange nothing.
+    """
     is_family = type(model).__module__.startswith("transformers")  # a user's own model calls a function of the table
     if not is_family or any(map(calls_table, model.modules())):
         return []
-    return [Exchange(*parts, ranks) for parts in split_attention(model)]
+    outside = set(outside_of_parts(model))
+    return [Exchange(*parts, ranks) for parts in split_attention(model) if parts[0] in outside]
 
 
 def calls_table(module: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.own_attention import SequenceRanks, calls_table, exchanges, names_in_forward
-from llmtrain.models.documents import Slices, holds_slices, sequences_in_slices
+from llmtrain.models.documents import Slices, holds_slices, outside_of_parts, sequences_in_slices
 from llmtrain.overrides import replaced
 from llmtrain.overrides.transformers import (
     attention_of,
@@ -69,9 +69,10 @@ class Ulysses:
         self._exchanges = exchanges(model, SequenceRanks(self.rank, self.size, self._all_to_all, self._whole))
         self._indexed: list[Any] = []
         """Attention modules whose keys are chosen by an indexer: their own, or that of an earlier layer."""
-        self._counting = [] if self._exchanges else [one for one in model.modules() if _counts_positions(one)]
+        outside = outside_of_parts(model)
+        self._counting = [] if self._exchanges else [one for one in outside if _counts_positions(one)]
         if self._attention in ("eager", "sdpa"):
-            self._indexed = [one for one in model.modules() if hasattr(one, "indexer") and calls_table(one)]
+            self._indexed = [one for one in outside if hasattr(one, "indexer") and calls_table(one)]
 
     @contextmanager
     def active(self) -> Iterator[None]:
