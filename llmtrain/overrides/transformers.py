@@ -155,6 +155,13 @@ def checkpoint_with(layer: nn.Module, run: Callable[..., Any]) -> None:
     layer._gradient_checkpointing_func = run  # type: ignore[assignment]
 
 
+def checkpoint_all_with(model: nn.Module, run: Callable[..., Any]) -> None:
+    """Does the same with all layers of a model whose checkpointing is switched on."""
+    for module in model.modules():
+        if hasattr(module, "_gradient_checkpointing_func"):
+            checkpoint_with(module, run)
+
+
 def grouped_linear(
     inputs: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:

@@ -137,8 +137,3 @@ def _refusal(rank: int, recipe) -> str:
     with pytest.raises(RecipeError) as error:
         engine_of(plan_of(recipe, 1))
     return str(error.value)
-
-
-def test_a_family_that_loses_document_boundaries_is_refused():
-    (told,) = run_ranks(1, _refusal, tiny_recipe(**VARLEN, **{"model.architecture": "stablelm"}))
-    assert "the document boundaries do not reach its attention" in told

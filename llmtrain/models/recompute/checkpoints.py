@@ -30,7 +30,7 @@ from llmtrain.models.documents import on_same_documents
 from llmtrain.models.own import OwnModel
 from llmtrain.models.own_attention import on_same_route
 from llmtrain.models.stages import Placeholder, decoder_layers
-from llmtrain.overrides.transformers import checkpoint_with
+from llmtrain.overrides.transformers import checkpoint_all_with, checkpoint_with
 from llmtrain.plan.stages import is_recomputed
 from llmtrain.recipe import ParallelConfig, Recipe
 
@@ -67,9 +67,7 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
             layer.forward = _recomputed(layer.forward, parallel.activation_checkpointing == "selective", is_own)
         return
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            checkpoint_with(module, _checkpoint)
+    checkpoint_all_with(model, _checkpoint)
     if parallel.checkpoint_every > 1 or parallel.offload_activations:
         field = ("offload_activations", "false") if parallel.offload_activations else ("checkpoint_every", 1)
         _check_switches(model, [layer for layer, _ in layers], *field)

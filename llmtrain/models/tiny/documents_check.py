@@ -55,6 +55,7 @@ def mixing_parts(config: PreTrainedConfig) -> Kinds:
 
 def mixing_parts_of(config: PreTrainedConfig) -> Kinds:
     """Does the same for the configuration of a tiny model. Raises what the model's code raises."""
+    config = _with_constant_scale(config)
     key = f"{config.model_type} {config.to_json_string()}"
     if key not in _found:
         with torch.random.fork_rng(devices=[]):
@@ -116,11 +117,17 @@ def influences(config: PreTrainedConfig) -> bool:
     fewer tokens of a document because it has chosen some of the other one. config: of a tiny model, which is built on
     the CPU. Raises what the model's code raises.
     """
-    if getattr(config, "floor_scale", None):  # a scale of Llama 4's queries is constant in rows that are not longer
-        config = copy(config)
-        config.floor_scale = BOTH + 1
+    config = _with_constant_scale(config)
     with torch.random.fork_rng(devices=[]):
         return _influences(build_kept_apart(config, "eager").eval())
+
+
+def _with_constant_scale(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a configuration in which a scale of Llama 4's queries is constant, as in rows that are not too long."""
+    if getattr(config, "floor_scale", None):
+        config = copy(config)
+        config.floor_scale = BOTH + 1
+    return config
 
 
 def _influences(model: PreTrainedModel) -> bool:
