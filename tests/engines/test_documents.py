@@ -26,7 +26,10 @@ from llmtrain.recipe import ParallelConfig
 from tests.helpers import flash_stand_in
 from tools.families import tiny_config
 
-RECURRENT = ("qwen3_next", "mamba2", "jamba", "kimi_linear", "lfm2_moe", "recurrent_gemma")
+RECURRENT = (
+    *("qwen3_next", "mamba2", "jamba", "recurrent_gemma"),
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("kimi_linear", "lfm2_moe")),
+)
 CPU = torch.device("cpu")
 LENGTHS = ((7, 1, 12, 4), (24,), (13, 11))
 """Of the documents in each row."""
