@@ -97,7 +97,7 @@ def one_stage_with_another_seed(patch):
     def builder(recipe, *arguments, **named):
         other = original(recipe.with_(**{"train.seed": recipe.train.seed + 1}), *arguments, **named)
         own = original(recipe, *arguments, **named)
-        return lambda index, ranks: (other if index else own)(index, ranks)
+        return lambda index, *ranks: (other if index else own)(index, *ranks)
 
     patch.setattr(pipeline, "stage_builder", builder)
 

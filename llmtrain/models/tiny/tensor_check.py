@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.errors import FamilyError
 from llmtrain.models.hub_names import empty_model
+from llmtrain.models.own import OwnConfig
 from llmtrain.models.tensor.split import DeclaredSplit, Part, TensorParallel, no_split, plan_split
 from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import shrink_configuration
@@ -101,13 +102,15 @@ def whole_part(config: PreTrainedConfig, attention: str = "eager") -> Part:
     """Returns the part of the layers that has to stay whole for the model of `config` to compute the same.
 
     Some attention cannot be split by heads, and some feed-forwards not by their inner width. Raises FamilyError if the
-    other part cannot be split either.
+    other part cannot be split either, and for a plan of the user's own (`model.tp_plan`), of which nothing is dropped.
     """
     try:
         compare_tensor_split(config, attention)
         return ""
     except FamilyError as error:
         refusal = error
+    if isinstance(config, OwnConfig):
+        raise refusal
     parts: tuple[Part, Part] = ("attention", "feed-forward")
     for part in parts:
         try:
