@@ -207,7 +207,8 @@ def out_of_scope(family: str) -> str:
 
 def one_line(error: object) -> str:
     """Returns the beginning of a message in one line."""
-    return " ".join(str(error).split())[:160]
+    text = re.sub(r" from '/[^']*'", "", " ".join(str(error).split()))  # the place of a module on this machine
+    return text[:160]
 
 
 # Pipeline: two stages, compared with the whole model.
