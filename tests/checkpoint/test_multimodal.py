@@ -8,8 +8,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from llmtrain.checkpoint.base import base_of
 from llmtrain.checkpoint.contents import TrainerState
@@ -46,14 +45,6 @@ def _trained(rank: int, ranks: int, out, cases) -> list[dict]:
         Saver(out / name, plan, engine).save(TrainerState(step=2, base=base_of(plan)))
         found.append({name: weight.float().numpy().copy() for name, weight in engine.named_weights()})
     return found
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    inner = Tokenizer(models.WordLevel({"<|endoftext|>": 0, "a": 1}, unk_token="a"))
-    PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<|endoftext|>").save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

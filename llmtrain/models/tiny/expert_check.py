@@ -10,18 +10,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.models.expert_parallel import ExpertParallel, expert_parameters, not_distributed
 from llmtrain.models.experts import ExpertGroups
-from llmtrain.models.hub_names import empty_model
 from llmtrain.models.tensor.split import DeclaredSplit, Part, TensorParallel, plan_split
 from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation
-from llmtrain.models.tiny.configuration import shrink_configuration
-from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, build_tiny_model
+from llmtrain.models.tiny.model import MODEL_ERRORS, build_tiny_model
 from llmtrain.models.tiny.tensor_check import (
     RANKS,
-    VOCABULARY,
     ThreadTensorGroup,
     outcome_of,
     run_in_threads,
     whole_part,
+    with_tiny_copy,
 )
 
 
@@ -32,12 +30,7 @@ def check_experts(config: PreTrainedConfig, tensor: int = 1, attention: str = "e
     Runs on the CPU, in fp32, without dropout. The random state is preserved. Raises FamilyError with the reason if
     logits or gradients differ, or if the experts are not computed by a function that can be chosen.
     """
-    try:
-        model = empty_model(config, torch.float32)
-        tiny = shrink_configuration(config, vocab_size=VOCABULARY)
-    except COPY_ERRORS as error:
-        raise not_distributed(config, f"no tiny copy can be made to compare with ({error})") from error
-    attention = attention if attention in ("eager", "sdpa") else "eager"
+    model, tiny, attention = with_tiny_copy(config, attention, not_distributed)
     with torch.random.fork_rng(devices=[]):
         return split_beside_experts(model, tensor, compare_experts(tiny, tensor > 1, attention))
 

@@ -77,16 +77,26 @@ def check_tensor_split(
     the residual stream, unless this gives other results. Raises FamilyError with the reason if logits or gradients
     differ, or if the family declares no plan.
     """
-    try:
-        model = empty_model(config, torch.float32)
-        tiny = shrink_configuration(config, vocab_size=VOCABULARY)
-    except COPY_ERRORS as error:
-        raise no_split(config, f"no tiny copy can be made to compare with ({error})") from error
-    attention = attention if attention in ("eager", "sdpa") else "eager"
+    model, tiny, attention = with_tiny_copy(config, attention, no_split)
     with torch.random.fork_rng(devices=[]):
         if sequence_parallel and supports_sequence_parallel(tiny, attention):
             return replace(plan_split(model, degree), sequence_parallel=True)
         return plan_split(model, degree, whole_part(tiny, attention))
+
+
+def with_tiny_copy(
+    config: PreTrainedConfig, attention: str, refusal: Callable[[PreTrainedConfig, str], FamilyError]
+) -> tuple[PreTrainedModel, PreTrainedConfig, str]:
+    """Returns the model of `config` without memory, the configuration of its tiny copy, and attention for the CPU.
+
+    refusal: makes the error to raise, given the reason, if no copy can be made.
+    """
+    try:
+        model = empty_model(config, torch.float32)
+        tiny = shrink_configuration(config, vocab_size=VOCABULARY)
+    except COPY_ERRORS as error:
+        raise refusal(config, f"no tiny copy can be made to compare with ({error})") from error
+    return model, tiny, attention if attention in ("eager", "sdpa") else "eager"
 
 
 def supports_sequence_parallel(config: PreTrainedConfig, attention: str = "eager") -> bool:
