@@ -25,11 +25,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.masking_utils import and_masks, packed_sequence_mask_function
 
 from llmtrain.data import Documents, MicroBatch
 from llmtrain.models.own_attention import routed
 from llmtrain.models.stages import decoder_layers
-from llmtrain.overrides.transformers import document_indices, mask_arguments
+from llmtrain.overrides.transformers import mask_arguments
 
 BOUNDARIES = (*Documents.NAMES, "seq_idx")
 """Arguments by which `transformers` gives boundaries to a module. Rows with one document each have none."""
@@ -136,10 +137,8 @@ def document_masks(batch: MicroBatch) -> Iterator[None]:
         if batch.documents is None:
             yield
             return
-        with (
-            document_indices(partial(_document_indices, batch.documents)),
-            mask_arguments(partial(_with_positions, batch.position_ids)),
-        ):
+        indices = _document_indices(batch.documents, batch.position_ids)
+        with mask_arguments((lambda mask: mask) if indices is None else partial(_keep_apart_in_mask, indices)):
             yield
 
 
@@ -326,13 +325,17 @@ def _joined(results: list[tuple[Any, torch.Size]], places: Tensor, shape: tuple[
     return flat.index_select(0, places).view(*shape, *flat.shape[1:])
 
 
-def _with_positions(
-    position_ids: Tensor, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Adds the positions that some families omit. position_ids: [batch, T], of the whole sequences."""
-    if positions is None and mask is None and cache is None and len(embeddings) == len(position_ids):
-        positions = position_ids.to(embeddings.device, non_blocking=True)
-    return embeddings, positions
+def _keep_apart_in_mask(indices: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Changes the arguments of a mask so that no token attends to another document. indices: [batch, T], on the host.
+
+    The lengths among the arguments may still be those of a slice.
+    """
+    is_of_sequences = arguments["batch_size"] == len(indices) and arguments["q_length"] == arguments["kv_length"]
+    if not is_of_sequences or arguments["attention_mask"] is not None:
+        return arguments
+    same_document = packed_sequence_mask_function(indices.to(arguments["device"], non_blocking=True))
+    apart = and_masks(arguments["mask_function"], same_document)
+    return arguments | {"mask_function": apart, "allow_is_causal_skip": False}
 
 
 def _document_indices(documents: Documents, position_ids: Tensor) -> Tensor | None:

@@ -265,13 +265,9 @@ OVERRIDES = (
         "tests/checkpoint/test_export.py",
     ),
     Override(
-        (
-            "transformers.masking_utils:_preprocess_mask_arguments(config, inputs_embeds, attention_mask, "
-            "past_key_values|cache, position_ids, layer_idx, ...)",
-            "transformers.masking_utils:find_packed_sequence_indices(position_ids)",
-        ),
-        "Some families make masks without positions, so packed documents see each other; sequence parallel ranks would "
-        "make masks of their slices only. For each mask, the host would wait for the device.",
+        ("transformers.masking_utils:find_packed_sequence_indices(position_ids)",),
+        "For each mask, the host would wait for the device to find the documents in the positions, which some families "
+        "do not provide, and of which a sequence parallel rank only has a slice.",
         "tests/engines/test_documents.py",
         report="masks_without_positions",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial, wraps
 from types import MethodType, ModuleType
@@ -16,8 +16,8 @@ from transformers.integrations import moe
 
 from llmtrain.overrides import replaced
 
-Change = Callable[[Tensor, Any, Any, Tensor | None], tuple[Tensor, Tensor | None]]
-"""Maps embeddings, mask, cache and positions of a call to the embeddings and positions from which a mask is made."""
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+"""Maps the arguments of a function that makes a mask, such as `q_length` and `mask_function`, to other ones."""
 
 EXPERTS_FUNCTION = "llmtrain"
 """The name of llmtrain's function among those of `transformers` that compute experts (`ExpertsInterface`)."""
@@ -29,40 +29,32 @@ _changes: list[Change] = []
 def mask_arguments(change: Change) -> Iterator[None]:
     """Applies `change` to the arguments of every mask (full, sliding or chunked) within the context.
 
-    All masks begin with `_preprocess_mask_arguments`. Contexts nest, and the innermost change is applied first.
+    Only the function that makes the mask has all of them; it is found in a table with a place for other functions
+    (https://huggingface.co/docs/transformers/attention_interface). Contexts nest, and the innermost change is applied
+    first. `transformers` does not look for packed documents itself, for which it would wait for the device.
     """
-    original = masking_utils._preprocess_mask_arguments
-
-    def preprocess(
-        config: Any,
-        embeddings: Tensor,
-        mask: Any,
-        cache: Any,
-        positions: Tensor | None = None,
-        *rest: Any,
-        **named: Any,
-    ) -> Any:
-        for inner_change in reversed(_changes):
-            embeddings, positions = inner_change(embeddings, mask, cache, positions)
-        return original(config, embeddings, mask, cache, positions, *rest, **named)
-
     _changes.append(change)
     try:
-        if len(_changes) > 1:  # the outermost context has replaced the function
+        if len(_changes) > 1:  # the outermost context has replaced the functions
             yield
-        else:
-            with replaced((masking_utils, "_preprocess_mask_arguments", preprocess)):
-                yield
+            return
+        masks, functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, {}
+        for name in masks:
+            functions[name] = partial(_make_mask, masks[name])
+        with ExitStack() as stack:
+            for name, function in functions.items():
+                masks[name] = function
+                stack.callback(masks.__delitem__, name)
+            stack.enter_context(replaced((masking_utils, "find_packed_sequence_indices", lambda positions: None)))
+            yield
     finally:
         _changes.pop()
 
 
-def document_indices(find: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
-    """Returns a context in which `find` returns the document of each token, given the positions; None for a single one.
-
-    `transformers` waits for the device to learn whether there are several documents.
-    """
-    return replaced((masking_utils, "find_packed_sequence_indices", find))
+def _make_mask(function: Callable[..., Any], **arguments: Any) -> Any:
+    for change in reversed(_changes):
+        arguments = change(arguments)
+    return function(**arguments)
 
 
 def attention_of(model: PreTrainedModel) -> str:

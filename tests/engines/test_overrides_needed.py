@@ -146,16 +146,9 @@ REMOVALS = (
         "models/hub_names.py",
     ),
     Removal(
-        "_preprocess_mask_arguments",
-        '"_preprocess_mask_arguments", preprocess',
-        '"_preprocess_mask_arguments", original',
-        f"{ENGINES}test_documents.py",
-        TRANSFORMERS,
-    ),
-    Removal(
         "find_packed_sequence_indices",
-        '"find_packed_sequence_indices", find)',
-        '"find_packed_sequence_indices", masking_utils.find_packed_sequence_indices)',
+        "lambda positions: None",
+        "masking_utils.find_packed_sequence_indices",
         f"{ENGINES}test_documents.py",
         TRANSFORMERS,
     ),

@@ -199,13 +199,10 @@ class Ulysses:
         received = torch.ops.deepspeed.dim_zero_all_to_all(torch.stack(tuple(parts)), self._group_name)
         return torch.cat(received.unbind(), dim=join)
 
-    def _whole_masks(
-        self, embeddings: Tensor, mask: Any, cache: Any, positions: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns embeddings and positions of the whole sequence; only shape and device of the embeddings are used."""
-        batch, length = self._positions.shape
-        whole = None if positions is None else self._positions.to(embeddings.device, non_blocking=True)
-        return embeddings.new_empty(()).expand(batch, length, 1), whole
+    def _whole_masks(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Makes a mask of the whole sequence, not of the slice."""
+        length = arguments["q_length"] * self.size
+        return arguments | {"q_length": length, "kv_length": length}
 
     def _whole_router_loss(self, original: Function, logits: tuple[Tensor, ...], *rest: Any, **named: Any) -> Any:
         """Computes the router loss, a product of two means over tokens, from the tokens of all slices."""

@@ -332,7 +332,7 @@ def test_recurrences_do_not_begin_anew_in_a_slice():
 def _left_behind(rank: int, recipe) -> list[object]:
     """What transformers calls after a step, and after one that fails."""
     engine = engine_of(plan_of(recipe, 2))
-    before = masking_utils._preprocess_mask_arguments
+    tables = (ALL_ATTENTION_FUNCTIONS, masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)
     found: list[object] = []
     for labels in (torch.zeros(8, T, dtype=torch.int64), torch.full((8, T), 10_000)):
         tokens = torch.zeros(8, T, dtype=torch.int64)
@@ -342,7 +342,7 @@ def _left_behind(rank: int, recipe) -> list[object]:
             found.append("trained")
         except IndexError:
             found.append("failed")
-        found.append(masking_utils._preprocess_mask_arguments is before and not ALL_ATTENTION_FUNCTIONS._local_mapping)
+        found.append(not any(table._local_mapping for table in tables))
     return found
 
 
