@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from llmtrain.engines.optimizers.guarded import GuardedOptimizer, update_by_adamw
-from llmtrain.engines.optimizers.matrices import WholeMatrices, located_shards
+from llmtrain.engines.optimizers.matrices import LocatedShard, WholeMatrices, located_shards
 from llmtrain.engines.state.optimizer_shards import OptimizerShardLists
 from llmtrain.engines.state.save_load import Locate
+from llmtrain.engines.state.shards import WeightSlice
 from llmtrain.overrides.torch import local
 from llmtrain.plan.optimizers import is_matrix_of_layer
 
@@ -48,7 +50,7 @@ class Muon(GuardedOptimizer):
         orthogonal.
         """
         self._indices = {id(tensor): index for index, tensor in enumerate(trained)}
-        shards = (shard for _, shard in located_shards(trained, lists, locate))
+        shards = (own_stack(shard) for _, shard in located_shards(trained, lists, locate))
         matrices = [shard for shard in shards if is_matrix_of_layer(shard.name, len(shard.shape))]
         self._matrix_shards = matrices, dtype, device
 
@@ -86,6 +88,16 @@ class Muon(GuardedOptimizer):
                 updates[index][shard].mul_(factor)
             weight.mul_(1 - rate * group["weight_decay"])
             weight.addcmul_(updates[index].view_as(weight).to(weight.device), rate, value=-1)
+
+
+def own_stack(shard: LocatedShard) -> LocatedShard:
+    """Returns a shard of distributed experts as one of a stack of its own, whose matrices no other rank needs."""
+    chunks, is_stack = shard.weight_slice.chunks, len(shard.shape) == 3
+    if not is_stack or len(chunks) != 1 or chunks[0].sizes[1:] != shard.shape[1:]:
+        return shard
+    shape = chunks[0].sizes
+    name = f"{shard.name}[{chunks[0].offsets[0]}]"
+    return replace(shard, name=name, shape=shape, weight_slice=WeightSlice.whole(shape))
 
 
 SCALES = {

@@ -89,6 +89,8 @@ class FlatGroup:
     """Bytes kept of each element (`OptimizerRow.codes`)."""
     rows: tuple[tuple[HeldRows, ...], ...] = ()
     """For each parameter with codes, its rows on each tensor parallel rank; one entry if all ranks hold the same."""
+    expert_ranks: int = 1
+    """Ranks over which the experts in it are distributed."""
 
     @property
     def elements(self) -> int:
@@ -240,12 +242,12 @@ def _groups(plan: Plan, weights: Weights, own: list[Weight]) -> list[FlatGroup]:
         # Tensor parallel ranks hold experts of their own, or the same ones as other replicas.
         ranks = plan.gradient_ranks * parallel.tensor // parallel.expert if spread else plan.gradient_ranks
         states = _states(plan, in_layers=not outside, is_matrix=not is_vector)
-        # A rule refuses factors of distributed experts.
-        factors = tuple(weight.lines for weight in members) if row.factors and not spread else ()
+        factors = tuple(weight.lines for weight in members) if row.factors else ()
         codes = 0 if is_vector else len(row.codes)
         rows = tuple(held_rows(plan, weights, weight) for weight in members) if codes else ()
         sizes = tuple(size_of[id(weight)] for weight in members)
-        groups.append(FlatGroup(sizes, ranks, states, not outside, factors, codes, rows))
+        over = parallel.expert if spread else 1
+        groups.append(FlatGroup(sizes, ranks, states, not outside, factors, codes, rows, over))
     return groups
 
 

@@ -135,9 +135,9 @@ def _workspace(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], i
 
     An optimizer of whole matrices (`engines/optimizers/matrices.py`) needs, for the elements that this rank updates,
     the update in fp32 and the result that it receives; for the rank's share of the group, what is sent, received and
-    joined; and five tensors as large as a whole matrix, or as all experts of a layer. An optimizer with factors needs
-    two fp32 tensors as large as a part of a matrix, one with codes needs memory for some rows at a time, both where the
-    states are; so are the temporary tensors of a class of the user's.
+    joined; and five tensors as large as a whole matrix, or as the experts of a layer that a rank holds. An optimizer
+    with factors needs two fp32 tensors as large as a part of a matrix, one with codes needs memory for some rows at a
+    time, both where the states are; so are the temporary tensors of a class of the user's.
 
     own: the elements of a group that this rank updates. evenly: whether every rank has an equal part of each matrix.
     """
@@ -151,7 +151,7 @@ def _workspace(plan: Plan, groups: list[FlatGroup], own: Callable[[FlatGroup], i
         part = max(-(-size // group.ranks) if evenly else min(size, own(group)) for size, group in largest)
         return 8 * part if largest[0][1].factors else STRETCH_BYTES * min(part, STRETCH)
     each = BYTES_OF[COMPUTE_DTYPE[plan.recipe.parallel.precision]]
-    parts = plan.divisor("matrices") * plan.parallel.expert
+    parts = plan.divisor("matrices")
     return max(
         (
             4 * own(group) + each * (own(group) + 4 * _share(group) + 5 * parts * max(group.sizes))

@@ -165,13 +165,14 @@ class CommunicationGroups:
         The sums of squares of each weight and of its update are exchanged as well. Replicas whose flat partitions
         consist of whole weights exchange nothing.
         """
-        weights, replicas = self.plan.model.weights, self.groups.replicas.size
+        weights, tensor = self.plan.model.weights, self.groups.tensor.size
         if weights is None or not self.plan.optimizer_row.factors:
             return
         for group in flat.optimizer_groups(self.plan, weights, parameters_of_ranks(self.plan).index(stage)):
-            alone = replicas if self._division == "flat" and not group.is_cut else 1
+            alone = group.ranks if self._division == "flat" and not group.is_cut else 1
             sums = (sum(group.factors) + 2 * len(group.factors)) / alone
-            yield Transfer("all_reduce", ((4 * sums, RankGroup(replicas // alone * self.groups.tensor.size, 1)),))
+            parts = tensor if group.expert_ranks == 1 else group.expert_ranks
+            yield Transfer("all_reduce", ((4 * sums, RankGroup(group.ranks // alone * parts, 1)),))
 
     def _blocks(self, stage: StageParameters) -> Iterator[Transfer]:
         """Yields the all-reduces of the largest magnitudes of blocks that ranks share, for 8-bit moments.

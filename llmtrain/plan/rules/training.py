@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pydantic import ValidationError
 
 from llmtrain.errors import did_you_mean, format_value
-from llmtrain.plan.axes import EXPERT, SEQUENCE
+from llmtrain.plan.axes import SEQUENCE
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS
 from llmtrain.plan.facts.own_loss import RESERVED
@@ -247,24 +247,6 @@ def optim_schedule_free_rate(draft: Draft) -> Iterator[Fault]:
     if optim.name == "schedule_free_adamw" and optim.schedule != "constant":
         message = f"'{optim.schedule}' is not recommended with 'schedule_free_adamw', which needs no decay"
         yield Fault("optim.schedule", message, assignment(optim__schedule="constant"))
-
-
-@rule("optim.muon_experts", "run")
-def optim_muon_experts(draft: Draft) -> Iterator[Fault]:
-    """Refuses Muon for mixtures of experts. With experts distributed over ranks, Muon trained other weights than the
-    reference."""
-    if draft.recipe.optim.name == "muon" and draft.facts is not None and draft.facts.experts:
-        message = "'muon' has not been certified for mixtures of experts"
-        yield Fault("optim.name", message, assignment(optim__name="adamw"))
-
-
-@rule("optim.adafactor_experts", "run", axis=EXPERT)
-def optim_adafactor_experts(draft: Draft) -> Iterator[Fault]:
-    """Refuses Adafactor for distributed experts. Adafactor takes sums over whole weights. Gate and up projections of
-    distributed experts are one weight in two tensors, which DeepSpeed may update one after the other."""
-    if draft.recipe.optim.name == "adafactor":
-        message = f"must be 1, not {draft.parallel.expert}: 'adafactor' needs sums over whole weights of experts"
-        yield Fault("parallel.expert", message, assignment(parallel__expert=1))
 
 
 @rule("optim.adamw_8bit_nvme", "run")

@@ -139,6 +139,14 @@ def test_other_optimizers_use_the_predicted_memory(name):
     check(2, plans(2, (0, 1, 2, 3), ("fp32", "bf16"), (2,), (name,)))
 
 
+@pytest.mark.breadth
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_these_optimizers_use_the_predicted_memory_for_distributed_experts(name):
+    config = CONFIGS["mixtral"] | {"num_local_experts": 16}  # a router's factor of 4 is too small to be noted
+    experts = {"parallel.expert": 2, "model": {"architecture": "mixtral", "config": config}}
+    check(4, plans(4, (0, 1, 3), ("fp32", "bf16"), (2,), (name,), **experts))
+
+
 GPT2 = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
 EIGHT_BIT = {"optim.options": {"block_size": 48}}
 """Neither partitions nor slices of rows end with a block."""

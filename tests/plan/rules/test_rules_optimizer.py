@@ -8,7 +8,7 @@ from llmtrain.errors import RecipeError
 from llmtrain.plan.optimizers import OPTIMIZERS, optimizer_of
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.cluster import Cluster
-from tests.helpers.batches import MIXTRAL, tiny_recipe
+from tests.helpers.batches import tiny_recipe
 
 
 def _refused(**fields) -> dict[str, str]:
@@ -59,22 +59,6 @@ def test_a_decaying_rate_with_schedule_free_adamw_is_noted():
     for schedule, noted in (("constant", False), ("cosine", True)):
         notes = resolve(tiny_recipe(**FREE | {"optim.schedule": schedule}), Cluster()).notes
         assert any("needs no decay" in str(one) for one in notes) is noted
-
-
-def test_muon_is_refused_for_experts():
-    resolve(tiny_recipe(**MIXTRAL), Cluster())
-    with pytest.raises(RecipeError) as caught:
-        resolve(tiny_recipe(**MIXTRAL, **{"optim.name": "muon"}), Cluster())
-    assert [problem.rule for problem in caught.value.problems] == ["optim.muon_experts"]
-
-
-def test_adafactor_is_refused_for_distributed_experts_only():
-    spread, two = {**MIXTRAL, "parallel.expert": 2}, Cluster(devices_per_node=2)
-    resolve(tiny_recipe(**spread), two)
-    resolve(tiny_recipe(**MIXTRAL, **{"optim.name": "adafactor"}), two)
-    with pytest.raises(RecipeError) as caught:
-        resolve(tiny_recipe(**spread, **{"optim.name": "adafactor"}), two)
-    assert [problem.rule for problem in caught.value.problems] == ["optim.adafactor_experts"]
 
 
 def test_moments_in_8_bit_are_refused_on_disks_only():
