@@ -43,6 +43,7 @@ from llmtrain.models.compiled import (
 )
 from llmtrain.models.documents import document_masks, keep_apart
 from llmtrain.models.head_loss import HeadLoss, check_head, head_loss
+from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
 from llmtrain.models.tiny.classifier_check import check_classifier
 from llmtrain.models.tiny.documents_check import mixing_parts
@@ -65,7 +66,7 @@ def varlen_arguments(model: PreTrainedModel, batch: MicroBatch, device: torch.de
 
 
 def install_kernels(model: PreTrainedModel, plan: Plan) -> None:
-    """Configures the kernels of a whole model according to the plan, before an engine takes the model.
+    """Configures kernels and recomputation of a whole model according to the plan, before an engine takes the model.
 
     Raises RecipeError as `check_kernels` does.
     """
@@ -108,13 +109,14 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
 
 
 def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> None:
-    """Configures the kernels of a model, or of a stage of it, that `check_kernels` has accepted.
+    """Configures kernels, which `check_kernels` has accepted, and recomputation of a model, or of a stage of it.
 
     has_head: whether the loss is computed from the model's output.
     """
     recipe, kernels = plan.recipe, plan.recipe.kernels
     if recipe.data.has_document_mask or recipe.parallel.sequence > 1:
         keep_apart(model, mixing_parts(model.config))
+    use_recomputation(model, recipe.parallel)
     if kernels.fp8 != "off":
         precision.use_fp8(model, kernels.fp8)
     if "compiled" in (kernels.blocks, kernels.loss):

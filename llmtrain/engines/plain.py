@@ -34,7 +34,6 @@ from llmtrain.models import OwnMetrics, build_model
 from llmtrain.models.adapter import weight_name
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
-from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.overrides.torch import squared_norm
 from llmtrain.plan import Plan
 from llmtrain.plan.facts.own_optimizer import TriedOptimizer
@@ -308,6 +307,5 @@ def plain_model(plan: Plan, device: torch.device) -> PreTrainedModel:
     """Returns the whole model of a plan, with its kernels and recomputation."""
     recipe = plan.recipe
     model = build_model(recipe, weight_dtype(recipe.parallel.precision), device)
-    use_recomputation(model, recipe.parallel)
     install_kernels(model, plan)
     return model

@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -28,6 +29,7 @@ from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import cpu
 from llmtrain.models.documents import document_masks, keep_apart, per_document
 from llmtrain.models.loss import target_loss_sum, target_losses
+from llmtrain.models.recompute.checkpoints import FullCheckpoint
 from llmtrain.models.stages import Placeholder, decoder_layers
 from llmtrain.models.tiny.compare import Outcome, deviation, logits_outcome
 from llmtrain.models.tiny.configuration import shrink_configuration
@@ -81,8 +83,13 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
         ALL_ATTENTION_FUNCTIONS.register(attention, _eager[attention])
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
-        if not isinstance(layer, Placeholder):
-            layer.forward = _compiled_layer(layer, attention)
+        if isinstance(layer, Placeholder):
+            continue
+        forward = layer.forward
+        if isinstance(forward, FullCheckpoint):
+            layer.forward = replace(forward, forward=_compiled_layer(layer, forward.forward, attention))
+        else:
+            layer.forward = _compiled_layer(layer, forward, attention)
 
 
 def share_compiler_threads(ranks: int) -> None:
@@ -110,10 +117,14 @@ def compiled_loss(on_cpu: bool, of_tokens: bool = False) -> Callable[[Tensor, Te
 
 
 def _compiled_layer(
-    layer: nn.Module, attention: str, backend: Compiled | str | None = None, limit: int = MAX_COMPILED_VARIANTS
+    layer: nn.Module,
+    forward: Compiled,
+    attention: str,
+    backend: Compiled | str | None = None,
+    limit: int = MAX_COMPILED_VARIANTS,
 ) -> Compiled:
     is_whole = attention in WHOLE_GRAPH and not per_document(layer)
-    compiled = _compiled(layer.forward, is_whole, backend, limit)
+    compiled = _compiled(forward, is_whole, backend, limit)
     return varying_documents(compiled) if attention == VARLEN else compiled
 
 
@@ -241,6 +252,6 @@ def _deviation(config: PreTrainedConfig, attention: str, kinds: Collection[type[
 
     expected = outcome()
     for layer in decoder_layers(model)[1]:
-        layer.forward = _compiled_layer(layer, attention, "aot_eager", MAX_LAYER_KINDS)
+        layer.forward = _compiled_layer(layer, layer.forward, attention, "aot_eager", MAX_LAYER_KINDS)
     compiled = deviation(outcome(), expected)
     return max(compiled.output, compiled.gradient)

@@ -1,4 +1,4 @@
-"""The private parts of `transformers` 5.22 that llmtrain replaces or reads. `llmtrain.overrides` has the list."""
+"""The private parts of `transformers` 5.24 that llmtrain replaces or reads. `llmtrain.overrides` has the list."""
 
 from __future__ import annotations
 
@@ -140,18 +140,6 @@ def checked_loading(check: Callable[[PreTrainedModel, str, Any], None]) -> Itera
 def unsaved_names(model: PreTrainedModel) -> set[str]:
     """Returns the names of weights that `transformers` does not save."""
     return set(model._keys_to_ignore_on_save or ())
-
-
-def checkpoint_with(layer: nn.Module, run: Callable[..., Any]) -> None:
-    """Lets a decoder layer whose checkpointing is switched on run by `run`, in place of torch's `checkpoint`."""
-    layer._gradient_checkpointing_func = run  # type: ignore[assignment]
-
-
-def checkpoint_all_with(model: nn.Module, run: Callable[..., Any]) -> None:
-    """Does the same with all layers of a model whose checkpointing is switched on."""
-    for module in model.modules():
-        if hasattr(module, "_gradient_checkpointing_func"):
-            checkpoint_with(module, run)
 
 
 def grouped_linear(

@@ -198,7 +198,8 @@ def _outcome(model, is_packed: bool) -> Outcome:
     """Logits, [tokens, vocab], and gradients. Recomputed in the backward pass, outside of the batch's context."""
     tokens = torch.randint(3, 90, (len(LENGTHS), sum(LENGTHS[0])), generator=torch.Generator().manual_seed(3))
     batch = MicroBatch(tokens, _positions(), tokens)
-    use_recomputation(model.train(), ParallelConfig(activation_checkpointing="full"))
+    model = copy.deepcopy(model).train()
+    use_recomputation(model, ParallelConfig(activation_checkpointing="full"))
     if is_packed:
         with document_masks(batch):
             logits = model(input_ids=tokens, position_ids=batch.position_ids, use_cache=False).logits.flatten(0, 1)

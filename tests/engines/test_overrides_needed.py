@@ -192,13 +192,6 @@ REMOVALS = (
         ACCELERATE,
     ),
     Removal(
-        "_gradient_checkpointing_func",
-        "    layer._gradient_checkpointing_func = run  # type: ignore[assignment]\n",
-        "    pass\n",
-        "tests/cuda_on_host/test_offload.py",
-        TRANSFORMERS,
-    ),
-    Removal(
         "distributed_type",
         *_removed("PartialState().distributed_type = DistributedType.MULTI_GPU"),
         f"{ENGINES}test_accelerate.py",

@@ -11,11 +11,9 @@ from torch import distributed as dist
 from torch._dynamo import lookup_backend
 
 from llmtrain.engines.deepspeed import engine
-from llmtrain.errors import FamilyError
-from llmtrain.models import build_model, compiled, model_configuration
+from llmtrain.models import compiled, model_configuration
 from llmtrain.models.liger import use_liger_layers
 from llmtrain.models.recompute.checkpoints import gathers_whole_layers, use_recomputation
-from llmtrain.models.stages import decoder_layers
 from llmtrain.models.tiny.compare import deviation, loss_outcome
 from llmtrain.models.tiny.model import build_tiny_model
 from llmtrain.plan import Plan
@@ -213,14 +211,3 @@ def _traced(rank: int, recipes: list[Recipe], ranks: int) -> list[Trace]:
 @pytest.mark.parametrize("name", COMPILED)
 def test_selective_recomputation_in_a_graph_with_varlen_changes_no_bit(name):
     compare(2, tiny_recipe(**COMPILED[name]), [AGAIN["selective"]], _traced)
-
-
-def test_layers_without_a_checkpointing_switch_are_refused():
-    model = build_model(tiny_recipe(), torch.float32, torch.device("cpu"))
-    layers = decoder_layers(model)[1]
-    layers[1] = torch.nn.Identity()
-    for field, value, instead in (("checkpoint_every", 2, "1"), ("offload_activations", True, "false")):
-        parallel = tiny_recipe(**{"parallel.activation_checkpointing": "full", f"parallel.{field}": value}).parallel
-        with pytest.raises(FamilyError, match="recomputed together") as error:
-            use_recomputation(model, parallel)
-        assert error.value.problems[0].fix == f"--set parallel.{field}={instead}"

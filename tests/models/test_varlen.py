@@ -192,7 +192,7 @@ def test_families_equal_eager_attention(family, fields):
         ("gpt2", "varlen", "it has attention dropout of 0.1, which the kernel does not support"),
         ("bloom", "varlen", "is not called through the table"),
         ("deepseek_v32", "varlen", "its own code reads the mask, which is not made"),
-        ("gptj", "flash_attention_3", "it computes attention itself"),
+        ("falcon", "flash_attention_3", "it computes attention itself"),
     ],
 )
 def test_unsupported_families_are_refused(family, attention, reason):

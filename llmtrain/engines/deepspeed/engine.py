@@ -66,7 +66,7 @@ from llmtrain.models.adapter import weight_name
 from llmtrain.models.documents import per_document
 from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.recompute.checkpoints import gathers_whole_layers, require_input_gradient, use_recomputation
+from llmtrain.models.recompute.checkpoints import gathers_whole_layers, require_input_gradient
 from llmtrain.models.stages import decoder_layers
 from llmtrain.overrides.deepspeed import (
     NormWithLoss,
@@ -175,8 +175,6 @@ class DeepSpeedEngine(HasState):
         """Configures the model, or each stage of it, before DeepSpeed takes it."""
         recipe = self.plan.recipe
         for model, has_head in self.models():
-            # By layers, as in every engine. DeepSpeed's interval would count stages, because it does not see layers.
-            use_recomputation(model, recipe.parallel)
             use_kernels(model, self.plan, has_head)
         if self.plan.parallel.zero_stage == 3:
             # Ranks call what is within a part that computes each document on its own a different number of times.

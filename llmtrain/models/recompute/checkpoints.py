@@ -1,15 +1,16 @@
 """Activation checkpointing: the backward pass recomputes activations of decoder layers that were not saved.
 
-`full` is the model's own switch: only the input of a layer is saved. `selective` also saves the results of matrix
-products and of attention, and recomputes norms, rotations and activation functions, which takes little time. It is
-torch's selective activation checkpoint around each layer's `forward`. The hooks with which ZeRO-3 and FSDP2 gather the
-weights of a layer stay outside of it, because they act differently in the forward pass and in the recomputation.
+With `full`, only the input of a layer is saved. `selective` also saves the results of matrix products and of attention,
+and recomputes norms, rotations and activation functions, which takes little time. Both are torch's checkpoints around
+the `forward` of a layer. The hooks with which ZeRO-3 and FSDP2 gather the weights of a layer stay outside of it,
+because they act differently in the forward pass and in the recomputation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,14 +24,12 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from llmtrain.errors import FamilyError
-from llmtrain.models.documents import on_same_documents
+from llmtrain.models.documents import on_same_documents, per_document
 from llmtrain.models.own import OwnModel
 from llmtrain.models.own_attention import on_same_route
 from llmtrain.models.stages import Placeholder, decoder_layers
-from llmtrain.overrides.transformers import checkpoint_all_with, checkpoint_with
 from llmtrain.plan.stages import is_recomputed
 from llmtrain.recipe import ParallelConfig, Recipe
 
@@ -49,48 +48,44 @@ ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_at
 def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
     """Sets what each layer of a model, or of a stage of it, recomputes.
 
-    Called before layers are compiled: a selective checkpoint then is a part of each layer's graph.
+    It is done by layers in every engine: DeepSpeed's interval would count stages, because it does not see layers.
+    Called after `keep_apart`, and before layers are compiled: a selective checkpoint then is a part of the layer's
+    graph.
     """
     if parallel.activation_checkpointing == "none":
         return
+    if isinstance(model, OwnModel) and parallel.offload_activations:
+        field, reason = "parallel.offload_activations", "the inputs of the layers of a model of your own are not moved"
+        raise FamilyError("recompute.every", field, "false", f"is not supported for {model.config.model_type}", reason)
     layers = [
-        (layer, is_recomputed(parallel, number))
+        layer
         for number, layer in enumerate(decoder_layers(model)[1])
-        if not isinstance(layer, Placeholder)
+        if is_recomputed(parallel, number) and not isinstance(layer, Placeholder)
     ]
-    is_own = isinstance(model, OwnModel)
-    if is_own and parallel.offload_activations:
-        reason = "the inputs of the layers of a model of your own are not moved"
-        raise _not_supported(model, "offload_activations", "false", reason)
-    if is_own or parallel.activation_checkpointing == "selective":
-        for layer in (layer for layer, again in layers if again):
-            layer.forward = _recomputed(layer.forward, parallel.activation_checkpointing == "selective", is_own)
-        return
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    checkpoint_all_with(model, _checkpoint)
-    if parallel.checkpoint_every > 1 or parallel.offload_activations:
-        field = ("offload_activations", "false") if parallel.offload_activations else ("checkpoint_every", 1)
-        _check_switches(model, [layer for layer, _ in layers], *field)
-    for layer, again in layers:
-        layer.gradient_checkpointing = again  # type: ignore[assignment]
-    if parallel.offload_activations:
-        inputs = OffloadedInputs()
-        for number, layer in enumerate(layer for layer, again in layers if again):
-            checkpoint_with(layer, partial(inputs.run, number == 0))
+    inputs = OffloadedInputs()
+    for number, layer in enumerate(layers):
+        active = [on_same_route] if isinstance(model, OwnModel) else []
+        active += [on_same_documents] if per_document(layer) else []
+        checkpoint_layer = partial(_checkpoint, active)
+        if parallel.activation_checkpointing == "selective":
+            layer.forward = partial(checkpoint_layer, layer.forward, context_fn=_contexts)
+        elif parallel.offload_activations:
+            layer.forward = FullCheckpoint(layer.forward, partial(inputs.run, checkpoint_layer, number == 0))
+        else:
+            layer.forward = FullCheckpoint(layer.forward, checkpoint_layer)
 
 
-def _check_switches(model: PreTrainedModel, layers: Sequence[nn.Module], field: str, instead: int | str) -> None:
-    """Raises FamilyError if layers cannot be recomputed one by one, as in some models from the hub with own code.
+@dataclass(frozen=True)
+class FullCheckpoint:
+    """The forward pass of a layer, of which only the input is saved. A layer is compiled within its checkpoint."""
 
-    field: the one of `parallel` that needs it. instead: its value that does not.
-    """
-    if not all(isinstance(layer, GradientCheckpointingLayer) for layer in layers):
-        raise _not_supported(model, field, instead, "its layers can only be recomputed together")
+    forward: Callable[..., Any]
+    checkpoint: Callable[..., Any]
+    """Called with `forward` and its arguments."""
 
-
-def _not_supported(model: PreTrainedModel, field: str, instead: int | str, reason: str) -> FamilyError:
-    refused = f"is not supported for {model.config.model_type}"
-    return FamilyError("recompute.every", f"parallel.{field}", instead, refused, reason)
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Runs the layer within its checkpoint."""
+        return self.checkpoint(self.forward, *args, **named)
 
 
 def gathers_whole_layers(recipe: Recipe) -> bool:
@@ -119,24 +114,21 @@ def require_input_gradient(
     return ((hidden, *args[1:]), named) if args else (args, named | {"hidden_states": hidden})
 
 
-def _checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a layer within a checkpoint. Its recomputation may come after the forward pass of another micro-batch."""
-    return checkpoint(on_same_documents(function), *args, use_reentrant=False)
+def _checkpoint(
+    active: Sequence[Callable[..., Any]],
+    forward: Callable[..., Any],
+    *args: Any,
+    context_fn: Any = noop_context_fn,
+    **named: Any,
+) -> Any:
+    """Runs a layer within a checkpoint.
 
-
-def _recomputed(forward: Callable[..., Any], is_selective: bool, is_own: bool) -> Callable[..., Any]:
-    """Returns a layer's forward pass within a checkpoint.
-
-    is_own: whether the layer is one of a user's own model, whose
-    attention takes the same route again.
+    Its recomputation may come after the forward pass of another micro-batch. active: functions that return a function
+    which has what is active now whenever it is called.
     """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        again = on_same_documents(on_same_route(forward) if is_own else forward)
-        contexts = _contexts if is_selective else noop_context_fn
-        return checkpoint(again, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-    return run
+    for keep in active:
+        forward = keep(forward)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=context_fn, **named)
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -163,18 +155,26 @@ class OffloadedInputs:
         self._stream: torch.cuda.Stream | None = None
         self._newest: _Copy | None = None
 
-    def run(self, is_first: bool, function: Callable[..., Any], hidden: Tensor, *args: Any) -> Any:
-        """Runs a layer like `torch.utils.checkpoint.checkpoint`. is_first: whether it is the first one in a pass."""
-        if not hidden.is_cuda:
-            return _checkpoint(function, hidden, *args)
-        address = hidden.data_ptr(), hidden.shape
+    def run(
+        self,
+        checkpoint_layer: Callable[..., Any],
+        is_first: bool,
+        forward: Callable[..., Any],
+        hidden_states: Tensor,
+        *args: Any,
+        **named: Any,
+    ) -> Any:
+        """Runs a layer by `checkpoint_layer`. is_first: whether it is the first one in a pass."""
+        if not hidden_states.is_cuda:
+            return checkpoint_layer(forward, hidden_states, *args, **named)
+        address = hidden_states.data_ptr(), hidden_states.shape
 
         def pack(tensor: Tensor) -> Tensor | _Copy:
             # Masks and the like are the same tensors for all layers.
             return self._keep(tensor, is_first) if (tensor.data_ptr(), tensor.shape) == address else tensor
 
         with saved_tensors_hooks(pack, lambda kept: kept.take() if isinstance(kept, _Copy) else kept):
-            return _checkpoint(function, hidden, *args)
+            return checkpoint_layer(forward, hidden_states, *args, **named)
 
     def _keep(self, tensor: Tensor, is_first: bool) -> _Copy:
         if self._stream is None:

@@ -13,7 +13,6 @@ from llmtrain.engines.forward import forward, install_kernels, objective_of
 from llmtrain.engines.runtime.cpu import keep_freed_memory, use_kernels_of_cpu
 from llmtrain.models.build import causal_lm, model_configuration
 from llmtrain.models.precision import autocast, weight_dtype
-from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.tiny.configuration import with_layers
 from llmtrain.plan import Plan
 from llmtrain.system.host import CoreMeter, available_cores, busy, max_cores_used_by_others
@@ -52,7 +51,6 @@ class Trial:
         torch.manual_seed(recipe.train.seed)
         with torch.device(device):
             self.model = causal_lm(config, recipe.model, weight_dtype(recipe.parallel.precision)).train()
-        use_recomputation(self.model, recipe.parallel)
         install_kernels(self.model, plan)
         self.objective = objective_of(recipe, config) if recipe.objective.is_own else None
         self.targets = int((batch.labels != NO_TARGET).sum())

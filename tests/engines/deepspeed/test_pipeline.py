@@ -115,7 +115,7 @@ def _forward_passes(rank: int, recipe) -> float:
     calls = []
     layers = engine.module.stages[0].model.model.layers
     own = next(layer for layer in layers if next(layer.parameters(), None) is not None)
-    own.register_forward_pre_hook(lambda *_: calls.append(1))
+    own.self_attn.register_forward_pre_hook(lambda *_: calls.append(1))
     _run(engine, plan, range(1))
     return len(calls) / plan.batch.gradient_accumulation_steps
 

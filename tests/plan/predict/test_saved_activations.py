@@ -20,6 +20,7 @@ from llmtrain.models import build_model, model_configuration
 from llmtrain.models.activation_bytes import traced_layers
 from llmtrain.models.build import build_sharded
 from llmtrain.models.compiled import compile_layers
+from llmtrain.models.documents import document_masks
 from llmtrain.models.recompute import checkpoints
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.stages import decoder_layers
@@ -124,7 +125,9 @@ def saved_bytes(plan: Plan, index: int = 0) -> int:
     """Bytes of storages that a layer saves, without weights and without what all layers share."""
     precision = plan.recipe.parallel.precision
     model = model_of(plan).train()
-    use_recomputation(model, plan.recipe.parallel)
+    cached: list[list[torch.Tensor]] = []
+    with caches(cached):
+        use_recomputation(model, plan.recipe.parallel)
     known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: weakref.WeakSet[Saved] = weakref.WeakSet()
     inside = False
@@ -154,12 +157,11 @@ def saved_bytes(plan: Plan, index: int = 0) -> int:
     positions = torch.arange(T // documents).repeat(documents).expand(SEQUENCES, T)
     tokens = torch.randint(0, 64, (SEQUENCES, T))
     autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast_bf16" else nullcontext()
-    cached: list[list[torch.Tensor]] = []
     with (
         torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor),
         autocast,
-        caches(cached),
-        sliced(model, plan.parallel.sequence, MicroBatch(tokens, positions, tokens)) as batch,
+        document_masks(whole := MicroBatch(tokens, positions, tokens)),
+        sliced(model, plan.parallel.sequence, whole) as batch,
     ):
         output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
     storages = [saved.tensor.untyped_storage() for saved in kept]  # of graphs that are still there
