@@ -75,7 +75,6 @@ def architecture() -> ModelConfig:
             "max_position_embeddings": 131072,
             "tie_word_embeddings": False,
         },
-        adapter=ADAPTER,
     )
 
 

@@ -8,9 +8,12 @@ from typing import Any
 from llmtrain.launch.jobs import render_template
 from llmtrain.launch.jobs.slurm import SlurmOptions
 from llmtrain.plan.ds_config import render
+from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.facts.trained import with_trained
 from llmtrain.plan.load import PythonRecipe
 from llmtrain.plan.rules import resolve
+from llmtrain.recipe import Recipe
 from tools.page import ROOT, Files
 
 
@@ -19,15 +22,20 @@ def ds_configs() -> Files:
     files: Files = {}
     for path in sorted((ROOT / "recipes").glob("*.py")):
         file = PythonRecipe(path)
-        # Published weights are planned from their architecture, so that rendering does not need the hub.
-        facts = model_facts(file.module.architecture(), None) if hasattr(file.module, "architecture") else None
         for variant in ("", *file.variants()):
             cluster = file.cluster(variant)
             assert cluster is not None, f"{path} names no cluster"
-            config = render(resolve(file.recipe(variant), cluster, facts))
+            recipe = file.recipe(variant)
+            config = render(resolve(recipe, cluster, declared_facts(file, recipe)))
             name = f"{path.stem}-{variant}" if variant else path.stem
             files[f"ds_configs/{name}.json"] = json.dumps(config, indent=2) + "\n"
     return files
+
+
+def declared_facts(file: PythonRecipe, recipe: Recipe) -> ModelFacts | None:
+    """Returns the facts of published weights from the architecture that a recipe's file declares, without the hub."""
+    declared = getattr(file.module, "architecture", None)
+    return with_trained(model_facts(declared(), None), recipe.model) if declared else None
 
 
 TRAIN = (

@@ -25,7 +25,7 @@ def render(plan: Plan) -> dict[str, Any]:
 
     It is empty if DeepSpeed does not run the plan. There is no scheduler block, since the learning rate schedule is
     passed to the engine as an object, and no activation checkpointing block, since DeepSpeed only applies it to code
-    that asks for it: `transformers` models have their own switch.
+    that asks for it (`llmtrain.models.recompute`).
     """
     if plan.recipe.parallel.strategy != "deepspeed":
         return {}

@@ -7,12 +7,12 @@ import pytest
 
 from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
-from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import PythonRecipe, load_recipe
 from llmtrain.plan.predict.flat import bucket_elements
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe.cluster import Cluster
 from llmtrain_lint.schema import schema
+from tools.configurations import declared_facts
 
 ROOT = Path(__file__).parents[2]
 DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
@@ -30,9 +30,9 @@ def every_plan() -> dict[str, Plan]:
     plans = {}
     for path in sorted((ROOT / "recipes").glob("*.py")):
         file = PythonRecipe(path)
-        facts = model_facts(file.module.architecture(), None) if hasattr(file.module, "architecture") else None
         for variant in ("", *file.variants()):
-            plans[f"{path.stem}:{variant}"] = resolve(file.recipe(variant), file.cluster(variant), facts)
+            recipe = file.recipe(variant)
+            plans[f"{path.stem}:{variant}"] = resolve(recipe, file.cluster(variant), declared_facts(file, recipe))
     return plans
 
 

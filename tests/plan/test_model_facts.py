@@ -121,6 +121,11 @@ def test_sizes_that_differ_between_layers_are_the_largest():
     assert model_facts(model, 99).head_dim == 512
 
 
+def test_keys_that_a_configuration_turns_into_others_are_known():
+    names = {"num_hidden_layers": 6, "hidden_size": 64, "num_global_key_value_heads": 1, "global_head_dim": 512}
+    assert model_facts(ModelConfig(architecture="gemma4_text", config=names), 99).head_dim == 512
+
+
 def problems(**model) -> dict[str, str]:
     with pytest.raises(RecipeError) as error:
         model_facts(ModelConfig(**model), model.pop("vocab_size", None))

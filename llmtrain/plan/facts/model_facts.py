@@ -539,6 +539,7 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
     known = frozenset(config_class.__dataclass_fields__) | frozenset(config_class.attribute_map) | COMMON_KEYS
     if "text_config" not in known:  # otherwise that part has them
         known |= LEGACY_ROPE_KEYS | {"head_dim", "num_key_value_heads"}
+    known |= {key for key in model.config.keys() - known if _is_read(config_class, given, key)}
     if problems := _unknown_keys(model.config, known, model_type):
         raise RecipeError(problems)
     if problems := _too_large(given):
@@ -547,6 +548,20 @@ def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> M
     if model.num_labels is not None:
         _check_classifier(model_type, config_class(**given))
     return facts
+
+
+def _is_read(config_class: type[PreTrainedConfig], given: dict[str, Any], key: str) -> bool:
+    """Whether another value of a key changes other fields of a configuration.
+
+    Gemma 4's `global_head_dim`, for example, becomes a part of `per_layer_config`.
+    """
+
+    def others(fields: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in config_class(**fields).to_dict().items() if name != key}
+
+    absent = {name: value for name, value in given.items() if name != key}
+    doubled = given | {key: 2 * given[key]} if isinstance(given[key], int | float) else absent
+    return others(given) != others(absent) or others(given) != others(doubled)
 
 
 def _check_classifier(model_type: str, config: PreTrainedConfig) -> None:
