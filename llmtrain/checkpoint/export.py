@@ -31,7 +31,6 @@ from llmtrain.models.hub_names import WeightExporter, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer
 from llmtrain.models.own import OwnModel
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan.facts.classifier import is_classifier
 from llmtrain.plan.facts.model import TextPart
@@ -90,8 +89,6 @@ def export(
         check_base(checkpoint, before, base_of(plan), instead)
     weights = getattr(torch, dtype) if dtype else weight_dtype(recipe.parallel.precision)
     config = model_configuration(recipe)
-    if is_quantized(config):
-        del config.quantization_config  # of the files that training began with
     if text_only:
         check_alone(checkpoint, plan.model.part, config)
     model = empty_model(config, weights, recipe.model.trust_remote_code)

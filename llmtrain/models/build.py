@@ -13,7 +13,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -26,7 +25,7 @@ from llmtrain.models.hub_names import empty_model, remote_code_errors
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_unused
 from llmtrain.models.own import InitialWeights, own_configuration
-from llmtrain.models.pretrained import Pretrained, is_quantized, read_pretrained, wrong_names
+from llmtrain.models.pretrained import Pretrained, read_pretrained
 from llmtrain.models.sharding import Sharding, made_whole
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.collectives import TensorGroup
@@ -138,10 +137,6 @@ def build_model(
     config = training_configuration(recipe)
     trained = adapter.select_trained(recipe, config)
     packed = {name: name for name in trained.packed} if trained else {}
-    if is_quantized(config) and partitioned is None and not (recipe.model.kept_rows or packed):
-        loaded = freeze_unused(_load_dequantized(recipe.model, config, dtype, device))
-        adapter.apply_adapter(loaded, trained, recipe)
-        return loaded
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
     # would lose their decorators when the context ends.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -221,39 +216,10 @@ def _reader(recipe: Recipe, config: PreTrainedConfig, shardings: Sequence[Shardi
     return lambda name: reduce(lambda weight, sharding: sharding.part(name, weight), shardings, read(name))
 
 
-def _load_dequantized(
-    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """Returns the model of quantized files, which only `transformers` can read, with weights of `dtype`."""
-    config.quantization_config = {**config.quantization_config, "dequantize": True}
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        model.pretrained,
-        config=config,
-        revision=model.revision,
-        dtype=dtype,
-        attn_implementation=model.attention_kernel,
-        trust_remote_code=model.trust_remote_code,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
-    if problems := wrong_names(
-        model, sorted(report["missing_keys"]), sorted(report["unexpected_keys"]), len(loaded.state_dict())
-    ):
-        raise RecipeError(problems)
-    # transformers 5.22 makes every loaded parameter trainable, including those that the model's constructor froze.
-    declared = empty_model(config, dtype, model.trust_remote_code)
-    for name, parameter in declared.named_parameters():
-        loaded.get_parameter(name).requires_grad_(parameter.requires_grad)
-    whole: PreTrainedModel = loaded.to(device)
-    return whole
-
-
 def check_weights(recipe: Recipe) -> None:
     """Raises RecipeError like `read_pretrained` if the recipe's pretrained weights are not those of its model."""
     if recipe.model.pretrained is not None:
-        config = model_configuration(recipe)
-        if not is_quantized(config):
-            read_pretrained(recipe.model, config)
+        read_pretrained(recipe.model, model_configuration(recipe))
 
 
 def check_trained(recipe: Recipe) -> None:

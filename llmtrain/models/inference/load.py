@@ -22,7 +22,7 @@ from transformers import (
 from llmtrain.errors import CheckpointError, Problem, UserError, abbreviate, reason
 from llmtrain.models.adapter import wrong_values
 from llmtrain.models.hub_names import remote_code_errors
-from llmtrain.models.pretrained import is_finite, is_quantized, stored_as_integers
+from llmtrain.models.pretrained import is_finite, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
 from llmtrain.plan.facts.classifier import SUFFIX
 from llmtrain.plan.facts.wrapper import is_wrapper
@@ -141,7 +141,8 @@ def _is_part(name: str, model: PreTrainedModel) -> bool:
 
 def _wrong_values(name: str, model: PreTrainedModel) -> Iterator[Problem]:
     """Yields which weights are not finite floating point numbers."""
-    if is_folder(Path(name)) and not is_quantized(model.config) and (names := stored_as_integers(Path(name), model)):
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    if is_folder(Path(name)) and not is_quantized and (names := stored_as_integers(Path(name), model)):
         message = f"{len(names)} of its weights are integers, not floating point numbers: {abbreviate(names)}"
         yield Problem("model.weights", name, message, AGAIN)
     if names := [name for name, parameter in model.named_parameters() if not is_finite(parameter)]:

@@ -120,7 +120,9 @@ class ModelFacts(Part):
     dropout: tuple[tuple[str, float], ...] = ()
     """Names and rates of the configuration's dropout, without those of 0."""
     quantization: str = ""
-    """Method by which the files of pretrained weights are quantized; empty if they are not."""
+    """Method by which the files of pretrained weights are quantized, and its settings; empty if they are not."""
+    quantization_fault: str = ""
+    """Why weights that are quantized this way are not read; empty if they are."""
     tied_embeddings: bool
     """Whether embedding and head share one weight."""
     weights: Weights | None = None

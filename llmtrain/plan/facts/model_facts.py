@@ -25,6 +25,7 @@ from llmtrain.plan.facts.classifier import FIELD, MODULE, SUFFIX, with_head
 from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, WRAPPERS, Family, Shape
 from llmtrain.plan.facts.model import ModelFacts, TextPart
 from llmtrain.plan.facts.own_model import own_model_facts
+from llmtrain.plan.facts.quantization import QUANTIZATION_KEYS, Quantization, quantization_in, without_quantization
 from llmtrain.plan.facts.trained import with_trained
 from llmtrain.plan.facts.wrapper import (
     Wrapper,
@@ -70,6 +71,9 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code, **fields
     )
+    for part in (config, config.get_text_config()):
+        for key in QUANTIZATION_KEYS & vars(part).keys():
+            delattr(part, key)  # of the files, not of the model
     if has_own_code(model, vars(config)):
         own = get_class_from_dynamic_module(config.auto_map[AUTO_CLASS], model.pretrained, revision=model.revision)
         own.register_for_auto_class(AUTO_CLASS)  # an export includes the code
@@ -132,7 +136,11 @@ def model_facts(model: ModelConfig, vocab_size: int | None, code_dir: str | None
     """
     if model.build is not None:
         return with_trained(own_model_facts(model, vocab_size, code_dir), model)
-    return with_trained(with_head(_model_facts(model, vocab_size), model), model)
+    facts = with_trained(with_head(_model_facts(model, vocab_size), model), model)
+    quantization = quantization_of(model)
+    if quantization is None:
+        return facts
+    return facts.model_copy(update={"quantization": str(quantization), "quantization_fault": quantization.fault})
 
 
 def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
@@ -153,9 +161,6 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
         if whole is not None:
             _check_multimodal(model, whole)
         facts = _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
-        quantized = declared.get("quantization_config")
-        method = str(quantized.get("quant_method")) if isinstance(quantized, dict) else ""
-        facts = facts.model_copy(update={"quantization": method})
         if whole is None:
             return facts
         text = pretrained_configuration(model, dict(model.config))
@@ -168,10 +173,6 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
 def _check_multimodal(model: ModelConfig, whole: PreTrainedConfig) -> None:
     """Raises RecipeError for what cannot be done with the text model of a multimodal model."""
     problems = []
-    if getattr(whole, "quantization_config", None) is not None:
-        message = f"{model.pretrained} is a quantized multimodal model, whose text model cannot be read alone"
-        fix = "name a folder with plain weights"
-        problems.append(Problem("model.pretrained_quantized", "model.pretrained", message, fix))
     if model.num_labels is not None:
         message = f"{model.pretrained} is a multimodal model, whose head is not replaced"
         problems.append(Problem("model.classifier", FIELD, message, "use the text model alone (export --text-only)"))
@@ -443,10 +444,20 @@ def pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     return text.pop("model_type"), text
 
 
-def _declared_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    assert model.pretrained is not None
+def quantization_of(model: ModelConfig) -> Quantization | None:
+    """Returns how the files of pretrained weights are quantized; None for plain weights."""
+    return None if model.pretrained is None else quantization_in(_config_of(model))
+
+
+def _config_of(model: ModelConfig) -> dict[str, Any]:
     folder = pretrained_folder(model)
-    config = _read_config(folder / "config.json") if folder else _hub_config(model)
+    return _read_config(folder / "config.json") if folder else _hub_config(model)
+
+
+def _declared_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Returns `model_type` and the rest of a configuration, without the quantization: that is of the files alone."""
+    assert model.pretrained is not None
+    config = without_quantization(_config_of(model))
     model_type = config.pop("model_type", None)
     if not isinstance(model_type, str):
         message = f"the configuration of '{model.pretrained}' names no model_type"
