@@ -65,7 +65,7 @@ def export(
     """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
     For an adapter, the files that PEFT needs are written. Its base is written, to `base/`, only if it was newly
-    initialised or has new tokens. Of a multimodal model, the whole is written, with its parts beside the text model as
+    initialised or has new tokens or rotary positions. Of a multimodal model, the whole is written, with its parts beside the text model as
     the run found them, and its processors; an adapter is one of the whole.
 
     dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
@@ -93,8 +93,8 @@ def export(
         check_alone(checkpoint, plan.model.part, config)
     model = empty_model(config, weights, recipe.model.trust_remote_code)
     wrapper = wrapper_of(recipe.model, config, weights) if is_part else None
-    # A base with new tokens, of new weights, or without the parts beside it, exists nowhere else.
-    is_new = recipe.model.pretrained is None or bool(recipe.model.kept_rows) or text_only
+    # A base with new tokens or positions, of new weights, or without the parts beside it, exists nowhere else.
+    is_new = recipe.model.pretrained is None or recipe.model.changes_pretrained or text_only
     is_whole = recipe.model.adapter is None or is_new
     with new_folder(out, replace) as folder:
         whole = folder
@@ -103,6 +103,8 @@ def export(
             frozen = str((out / BASE).resolve()) if is_whole else str(recipe.model.pretrained)
             part = wrapper.part if wrapper else None
             write_adapter(recipe, model.config, reader, model.dtype, frozen, folder, part)
+            if not is_new:  # otherwise the exported base has their values
+                _write_packed_names(recipe, model.config, folder)
             read_tokenizer(tokenizer).save_pretrained(folder)
         if is_whole:
             whole.mkdir(exist_ok=True)
@@ -196,7 +198,7 @@ def write_adapter(
     folder: Path,
     of_whole: TextPart | None = None,
 ) -> None:
-    """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`, and lists the 4-bit weights of its base.
+    """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`.
 
     base: the folder or hub name of the frozen weights. of_whole: the place of the model in the multimodal one that is
     this base.
@@ -208,8 +210,6 @@ def write_adapter(
     settings.base_model_name_or_path, settings.revision = base, recipe.model.revision
     settings.save_pretrained(folder)
     part = adapter.select_trained(recipe, config)
-    if part is not None and part.packed and not recipe.model.kept_rows:  # otherwise the exported base has their values
-        (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
     trained = {adapter.weight_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
     stored = adapter.stored_modules(part.parameters if part else ())
     files = {adapter.file_name(name, stored, of_whole): name for name in trained}
@@ -221,6 +221,13 @@ def write_adapter(
     with create(folder / adapter.ADAPTER_FILE) as target:
         like = {key: adapter.to_file(name, trained[name].data) for key, name in files.items()}
         stream_tensors(target.stream, like, read)
+
+
+def _write_packed_names(recipe: Recipe, config: PreTrainedConfig, folder: Path) -> None:
+    """Lists the weights of an adapter's base that were held in 4 bits, if any were."""
+    part = adapter.select_trained(recipe, config)
+    if part is not None and part.packed:
+        (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -26,6 +26,7 @@ from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_unused
 from llmtrain.models.own import InitialWeights, own_configuration
 from llmtrain.models.pretrained import Pretrained, read_pretrained
+from llmtrain.models.rotary import check_rotary
 from llmtrain.models.sharding import Sharding, made_whole
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.collectives import TensorGroup
@@ -45,6 +46,7 @@ from llmtrain.plan.facts.model_facts import (
     pretrained_configuration,
     pretrained_folder,
 )
+from llmtrain.plan.facts.rotary import effective_overrides
 from llmtrain.plan.facts.wrapper import declare_causal_lm
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
@@ -217,9 +219,17 @@ def _reader(recipe: Recipe, config: PreTrainedConfig, shardings: Sequence[Shardi
 
 
 def check_weights(recipe: Recipe) -> None:
-    """Raises RecipeError like `read_pretrained` if the recipe's pretrained weights are not those of its model."""
-    if recipe.model.pretrained is not None:
-        read_pretrained(recipe.model, model_configuration(recipe))
+    """Raises RecipeError like `read_pretrained` if the recipe's pretrained weights are not those of its model.
+
+    Raises it also, like `check_rotary`, if the model does not compute the rotary positions that the recipe gives.
+    """
+    model = recipe.model
+    if model.pretrained is not None:
+        config = model_configuration(recipe)
+        _, declared = pretrained_config(model)
+        if not has_own_code(model, declared):
+            check_rotary(config, effective_overrides(model.config, declared))
+        read_pretrained(model, config)
 
 
 def check_trained(recipe: Recipe) -> None:

@@ -101,6 +101,8 @@ class ModelFacts(Part):
     rotary_follows: tuple[str, int] | None = None
     """Rotary type whose frequencies depend on the longest position of a batch, and the length up to which they do
     not."""
+    yarn_length: int | None = None
+    """Length up to which YaRN extends the context of its original length; None for other rotary types."""
     experts: int = 0
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = 0

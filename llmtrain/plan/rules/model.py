@@ -77,7 +77,7 @@ def dequantized(draft: Draft) -> Iterator[Fault]:
     )
     if recipe.model.quantize != "none":
         message += f", and the frozen ones are then quantized to {recipe.model.quantize}"
-    if recipe.model.adapter is None:
+    if recipe.model.adapter is None or recipe.model.changes_pretrained:
         yield Fault("model.pretrained", f"{message}; exports are not quantized")
     else:
         message += "; the export of the adapter names the quantized base"
@@ -150,6 +150,24 @@ def rotary_length(draft: Draft) -> Iterator[Fault]:
     if facts is not None and not facts.learned_positions and facts.max_positions and length > facts.max_positions:
         message = f"{length} exceeds max_position_embeddings = {facts.max_positions}, which the export will declare"
         yield Fault("data.sequence_length", message, assignment(model__config__max_position_embeddings=length))
+
+
+@rule("model.yarn_length", "arithmetic", refuses=False)
+def yarn_length(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for YaRN whose factor does not lead from the original length to the declared one, or to the length
+    of the sequences. Programs that read the export take the context from `max_position_embeddings`."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is None or facts.yarn_length is None:
+        return
+    reach, declared = facts.yarn_length, facts.max_positions
+    product = f"factor · original_max_position_embeddings = {reach}"
+    if length > reach:
+        message = f"{length} exceeds {product}: later positions were in neither the old nor the extended context"
+        yield Fault("data.sequence_length", message, "a larger factor in model.config.rope_parameters")
+    if declared is not None and declared != reach:
+        message = f"{declared} is not {product} of YaRN"
+        fix = f"{assignment(model__config__max_position_embeddings=reach)}, or another factor"
+        yield Fault("model.config.max_position_embeddings", message, fix)
 
 
 @rule("model.rotary_follows", "run")

@@ -544,6 +544,7 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
         origin = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         size = fields.pop("vocab_size", None) if model.kept_rows else None
         whole = dequantizing(AutoConfig.from_pretrained(model.pretrained, **origin))
+        replace_positions(fields, whole)
         if whole.model_type in WRAPPERS:
             return TextOfWhole.read(model, whole, fields, size, named).to(device)
         config = dequantizing(AutoConfig.from_pretrained(model.pretrained, **origin, **fields))
@@ -573,6 +574,19 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
         config.num_labels, kind = model.num_labels, AutoModelForSequenceClassification
     made = kind.from_config(config, **named)
     return cast(PreTrainedModel, made.to(device))
+
+
+def replace_positions(fields: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Replaces `rope_theta` and `rope_scaling` among changes of a configuration by what `transformers` reads now."""
+    given = {name: fields.pop(name) for name in ("rope_theta", "rope_scaling") if name in fields}
+    if given:
+        own = config.get_text_config(decoder=True).rope_parameters
+        if "rope_scaling" in given:
+            scaling = dict(given.pop("rope_scaling") or {})
+            kind = {"rope_type": scaling.pop("type", "default")}
+            common = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+            own = {name: own[name] for name in common if name in own} | kind | scaling
+        fields["rope_parameters"] = {**own, **given}
 
 
 def dequantizing(config: PreTrainedConfig) -> PreTrainedConfig:

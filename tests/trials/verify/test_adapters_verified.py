@@ -154,10 +154,15 @@ def test_dropout_of_an_adapter_is_not_compared(verify_corpus):
     assert comparable(recipe, 4).model.adapter.dropout == 0.0
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+WHOLE = {"model.adapter": None, "model.quantize": "none", "model.config": {"rope_scaling": YARN, "rope_theta": 5e4}}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{"model.adapter": None, "model.quantize": "none"}, {}], ids=["whole", "4 bits"])
+@pytest.mark.parametrize("more", [WHOLE, {}], ids=["whole", "4 bits"])
 def test_plans_on_fp8_folders_are_certified(more, verify_corpus, tmp_path):
-    """The reference reads them as `transformers` does; in 4 bits, the values of fp8 are quantized again."""
+    """The reference reads them as `transformers` does, with other rotary positions; in 4 bits, the values of fp8 are
+    quantized again."""
     recipe = _beside_packed(verify_corpus, tmp_path / "base").with_(**more)
     settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     quantize_folder(tmp_path / "base", settings, lambda weight, name: fp8(weight, name, (32, 32)))
