@@ -65,8 +65,8 @@ def export(
     """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
     For an adapter, the files that PEFT needs are written. Its base is written, to `base/`, only if it was newly
-    initialised or has new tokens or rotary positions. Of a multimodal model, the whole is written, with its parts beside the text model as
-    the run found them, and its processors; an adapter is one of the whole.
+    initialised or has new tokens or rotary positions. Of a multimodal model, the whole is written, with its parts
+    beside the text model as the run found them, and its processors; an adapter is one of the whole.
 
     dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
     model has the run's evaluation loss. most_bytes: size of the tensors in one file. Memory holds the largest weight in
