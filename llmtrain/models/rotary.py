@@ -58,11 +58,14 @@ def _buffers(module: nn.Module) -> list[str]:
 
 def _compare(parameters: Mapping[str, Any], module: nn.Module, name: str, scaling: float) -> None:
     computed: Tensor = module.get_buffer(name).double()
-    expected = _frequencies(parameters, 2 * len(computed))
-    if expected is None:
+    widths = (2 * len(computed), 2 * len(computed) - 1)  # an odd width is rounded up to pairs
+    found = [_frequencies(parameters, width) for width in widths if width > 0]
+    expected = [each for each in found if each is not None]
+    if not expected:
         return
-    values, factor = torch.tensor(expected[0], dtype=torch.float64), expected[1]
-    worst = float(((computed - values).abs() / values).max())
+    _, factor = expected[0]
+    tables = (torch.tensor(values, dtype=torch.float64) for values, _ in expected)
+    worst = min(float(((computed - table).abs() / table).max()) for table in tables)
     if worst > TOLERANCE or not math.isclose(scaling, factor, rel_tol=1e-6):
         message = (
             f"does not have the effect that '{parameters['rope_type']}' defines: {type(module).__name__} computes "
@@ -77,7 +80,7 @@ def _frequencies(parameters: Mapping[str, Any], width: int) -> tuple[list[float]
     width: elements of a head that rotate. None for other types.
     """
     base = float(parameters["rope_theta"])
-    plain = [base ** (-2 * pair / width) for pair in range(width // 2)]
+    plain = [base ** (-2 * pair / width) for pair in range((width + 1) // 2)]
     kind, factor = parameters["rope_type"], float(parameters.get("factor") or 1.0)
     if kind == "default":
         return plain, 1.0
@@ -100,7 +103,7 @@ def _frequencies(parameters: Mapping[str, Any], width: int) -> tuple[list[float]
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, width - 1)
         last += 0.001 if first == last else 0
-        kept = [1 - min(max((pair - first) / (last - first), 0.0), 1.0) for pair in range(width // 2)]
+        kept = [1 - min(max((pair - first) / (last - first), 0.0), 1.0) for pair in range(len(plain))]
         return list(_mixed(plain, kept, factor)), _attention_factor(parameters, factor)
     return None
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, check_weights, rotary, stage_builder
 from llmtrain.models.build import model_configuration
-from llmtrain.plan.facts.rotary import effective_overrides
+from llmtrain.plan.facts.rotary import effective_overrides, rotary_problems
 from llmtrain.run_dir import forbidden_changes
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.traces import plan_of
@@ -150,14 +150,15 @@ def test_parameters_of_the_model_itself_are_not_lost(folders, tmp_path):
     config = json.loads((folders / "llama" / "config.json").read_text())
     config["rope_parameters"] |= {"partial_rotary_factor": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    own = config["rope_parameters"]
     kept = effective_overrides({"rope_scaling": LINEAR}, config)["rope_parameters"]
     assert kept == {**LINEAR, "rope_theta": THETA, "partial_rotary_factor": 0.5}
     with pytest.raises(RecipeError, match=r"lacks partial_rotary_factor, which is 0\.5"):
         plan_of(_from(tmp_path, rope_parameters={**LINEAR, "rope_theta": THETA}), 1)
     with pytest.raises(RecipeError, match="partial_rotary_factor: has no effect"):
         plan_of(_from(tmp_path, partial_rotary_factor=1.0), 1)
-    assert own["rope_type"] == "default"
+    outer = {**config, "original_max_position_embeddings": 64}  # as in Phi-3
+    [problem] = rotary_problems({"rope_scaling": YARN}, outer)
+    assert "is not model.config.original_max_position_embeddings = 64" in problem.message
 
 
 def test_a_run_does_not_continue_with_other_positions(folders):

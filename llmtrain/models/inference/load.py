@@ -30,6 +30,7 @@ from llmtrain.system.hub import probe_hub_for, stored_file
 from llmtrain.system.untrusted import file_fault, is_folder, read_json, require_regular_files, utf8_name
 
 AGAIN = "write or download it again"
+INSTALL = "install that package; an adapter of a quantized base needs none if it is merged (export --merge)"
 
 
 @contextmanager
@@ -46,7 +47,8 @@ def reading(folder: Path | str, failed: str) -> Iterator[None]:
         raise
     except Exception as error:
         message = f"{failed}: {type(error).__name__}: {reason(error)}"
-        raise CheckpointError(Problem("model.folder", str(folder), message, AGAIN)) from error
+        fix = INSTALL if isinstance(error, ImportError) else AGAIN
+        raise CheckpointError(Problem("model.folder", str(folder), message, fix)) from error
 
 
 def _check_files(folder: Path) -> None:

@@ -120,7 +120,7 @@ def rotary_problems(fields: Mapping[str, Any], declared: Mapping[str, Any] | Non
     if not _is_nested(parameters):
         return _part_problems(where, parameters, own, {**(declared or {}), **fields}, declared is not None)
     problems = []
-    for kind in own.keys() - parameters.keys():
+    for kind in sorted(key for key, part in own.items() if isinstance(part, dict) and key not in parameters):
         problems.append(_problem(FIELD, f"lacks {kind}, which the model's own configuration has"))
     for kind, part in parameters.items():
         if not isinstance(part, dict):
@@ -153,6 +153,9 @@ def _part_problems(
             trained = config.get("max_position_embeddings")
             hint = f": the length that the weights were trained for{f', at most {trained}' if trained else ''}"
         problems.append(_problem(where, f"lacks {name}, which '{kind}' needs{hint}"))
+    if (outer := config.get(ORIGINAL)) is not None and given.get(ORIGINAL, outer) != outer:
+        message = f"is not model.config.{ORIGINAL} = {outer}, which the model reads in its place"
+        problems.append(_problem(f"{where}.{ORIGINAL}", message))
     kept = {key: value for key, value in own.items() if key not in OF_A_TYPE | {"rope_type", "type"}}
     known = needed | more | OF_ALL_TYPES | kept.keys()
     for name in sorted(given.keys() - known):
