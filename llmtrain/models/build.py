@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial, reduce
 from typing import Any
 
@@ -70,6 +71,7 @@ def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedCo
     Raises RecipeError if the architecture does not exist, the pretrained model cannot be found or comes with code that
     may not be run, or its class refuses a value.
     """
+    values = deepcopy(values)  # `transformers` adds defaults to the dictionaries that it is given
     try:
         if model.architecture is not None:
             made = AutoConfig.for_model(model.architecture, **values)

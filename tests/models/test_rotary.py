@@ -72,6 +72,7 @@ def test_settings_have_the_effect_that_their_type_defines(given, means, folders,
     recipe = _from(folders / "llama", **given)
     check_weights(recipe)
     config = model_configuration(recipe)
+    assert recipe.model.config == given  # transformers adds defaults to what it gets
     means = means or {**given["rope_scaling"], "rope_theta": THETA}
     assert config.rope_parameters == means
     whole = build_model(recipe, torch.float32, CPU)

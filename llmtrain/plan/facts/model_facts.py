@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -157,7 +158,7 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
             known = frozenset(own.to_dict()) | frozenset(own.attribute_map)
             if problems := _unknown_keys(model.config, known, model_type):
                 raise RecipeError(problems)
-            return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
+            return _built_facts(model_type, lambda: pretrained_configuration(model, deepcopy(model.config)))
         if problems := rotary_problems(model.config, declared):
             raise RecipeError(problems)
         overrides = effective_overrides(model.config, declared)
@@ -173,7 +174,7 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     assert model.architecture is not None  # ModelConfig requires one of the two
     if problems := rotary_problems(model.config, None):
         raise RecipeError(problems)
-    return _facts(model, model.architecture, dict(model.config), vocab_size)
+    return _facts(model, model.architecture, deepcopy(model.config), vocab_size)
 
 
 def _check_multimodal(model: ModelConfig, whole: PreTrainedConfig) -> None:

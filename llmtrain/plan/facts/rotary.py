@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
 from llmtrain.errors import Problem, did_you_mean
@@ -60,9 +61,10 @@ def own_parameters(declared: Mapping[str, Any]) -> dict[str, Any]:
 def effective_overrides(fields: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the overrides of a configuration with all rotary ones in `rope_parameters`, where they have an effect.
 
-    declared: the configuration. `rope_theta` replaces that of its parameters, and `rope_scaling` what is not common to
+    These are copies, because `transformers` adds defaults to what it is given. declared: the configuration. `rope_theta` replaces that of its parameters, and `rope_scaling` what is not common to
     all types.
     """
+    fields = deepcopy(dict(fields))
     found = {key: value for key, value in fields.items() if key not in LEGACY_ROPE_KEYS}
     if FIELD in fields:
         found[FIELD] = _standard(fields[FIELD])
