@@ -61,8 +61,8 @@ def own_parameters(declared: Mapping[str, Any]) -> dict[str, Any]:
 def effective_overrides(fields: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the overrides of a configuration with all rotary ones in `rope_parameters`, where they have an effect.
 
-    These are copies, because `transformers` adds defaults to what it is given. declared: the configuration. `rope_theta` replaces that of its parameters, and `rope_scaling` what is not common to
-    all types.
+    These are copies, because `transformers` adds defaults to what it is given. declared: the configuration. `rope_theta`
+    replaces that of its parameters, and `rope_scaling` what is not common to all types.
     """
     fields = deepcopy(dict(fields))
     found = {key: value for key, value in fields.items() if key not in LEGACY_ROPE_KEYS}
