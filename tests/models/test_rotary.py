@@ -7,11 +7,14 @@ import math
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, check_weights, rotary, stage_builder
 from llmtrain.models.build import model_configuration
+from llmtrain.models.hub_names import empty_model
+from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.plan.facts.rotary import effective_overrides, rotary_problems
 from llmtrain.run_dir import forbidden_changes
 from tests.helpers.batches import tiny_recipe
@@ -118,6 +121,44 @@ def test_settings_of_each_kind_of_layer_are_compared(folders):
                 rope_parameters={"sliding_attention": SLIDING, "full_attention": {**full, "truncate": False}},
             )
         )
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        pytest.param(YARN, id="yarn"),
+        pytest.param(LINEAR, id="linear", marks=pytest.mark.breadth),
+        pytest.param(LLAMA3, id="llama3", marks=pytest.mark.breadth),
+    ],
+)
+def test_the_families_of_transformers_compute_what_a_type_defines(scaling, monkeypatch):
+    compared: set[str] = set()
+    refused: dict[str, str] = {}
+    compare = rotary._compare
+    for family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        try:
+            tiny = shrink_configuration(CONFIG_MAPPING[family]().get_text_config(decoder=True), 2)
+            own = tiny.rope_parameters or {}
+            nested = {
+                kind: {**part, "rope_theta": 5e5, **scaling} for kind, part in own.items() if isinstance(part, dict)
+            }
+            fields = {"rope_parameters": nested} if nested else {"rope_scaling": scaling, "rope_theta": 5e5}
+            declared = tiny.to_dict()
+            if not own or rotary_problems(fields, declared):
+                continue
+            given = effective_overrides(fields, declared)
+            config = type(tiny).from_dict(declared | effective_overrides(fields, declared))
+            empty_model(config, torch.float32)
+        except Exception:  # foreign constructors raise anything for a tiny model
+            continue
+        monkeypatch.setattr(rotary, "_compare", lambda *given, name=family: (compared.add(name), compare(*given)))
+        try:
+            rotary.check_rotary(config, given)
+        except RecipeError as error:
+            refused[family] = str(error)
+    assert len(compared) > 100
+    assert refused.keys() <= {"granitemoehybrid", "recurrent_gemma", "zamba2"}  # these layers have none
+    assert all("has no rotary frequencies" in message for message in refused.values())
 
 
 @pytest.mark.parametrize(

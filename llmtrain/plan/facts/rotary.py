@@ -37,8 +37,8 @@ TYPES: dict[str, tuple[frozenset[str], frozenset[str]]] = {
 """`rope_type` → the parameters that it needs, and others that it reads (`transformers.modeling_rope_utils`)."""
 OF_ALL_TYPES = frozenset({"rope_type", "type", "rope_theta", MOVED, "mrope_section", "mrope_interleaved"})
 OF_A_TYPE = frozenset[str]().union(*(needed | more for needed, more in TYPES.values()))
-AT_LEAST_ONE = ("factor", "attention_factor", "rope_theta")
-"""Parameters that are numbers; a factor below 1 would shorten the context."""
+LEAST = {"factor": 1, "rope_theta": 1, "attention_factor": 0}
+"""Parameters that are numbers → the least; a smaller factor would shorten the context."""
 
 
 def rotary_parts(parameters: Any) -> Iterator[dict[str, Any]]:
@@ -61,8 +61,8 @@ def own_parameters(declared: Mapping[str, Any]) -> dict[str, Any]:
 def effective_overrides(fields: Mapping[str, Any], declared: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the overrides of a configuration with all rotary ones in `rope_parameters`, where they have an effect.
 
-    These are copies, because `transformers` adds defaults to what it is given. declared: the configuration. `rope_theta`
-    replaces that of its parameters, and `rope_scaling` what is not common to all types.
+    These are copies, because `transformers` adds defaults to what it is given. declared: the configuration.
+    `rope_theta` replaces that of its parameters, and `rope_scaling` what is not common to all types.
     """
     fields = deepcopy(dict(fields))
     found = {key: value for key, value in fields.items() if key not in LEGACY_ROPE_KEYS}
@@ -167,9 +167,8 @@ def _part_problems(
         for name in sorted({*kept, "rope_theta"} - given.keys()):
             value = kept.get(name, "not named")
             problems.append(_problem(where, f"lacks {name}, which is {value} in the model's own configuration"))
-    for name in AT_LEAST_ONE:
+    for name, least in LEAST.items():
         value = given.get(name)
-        least = 0 if name == "attention_factor" else 1
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and float(value) >= least and value):
             problems.append(_problem(f"{where}.{name}", f"must be a number of at least {least}, not {value!r}"))
