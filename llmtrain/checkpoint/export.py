@@ -31,7 +31,6 @@ from llmtrain.models.hub_names import WeightExporter, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer
 from llmtrain.models.own import OwnModel
 from llmtrain.models.precision import weight_dtype
-from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan.facts.classifier import is_classifier
 from llmtrain.plan.facts.model import TextPart
@@ -66,8 +65,8 @@ def export(
     """Writes weights, configuration, tokenizer and a model card to `out`, for `from_pretrained`.
 
     For an adapter, the files that PEFT needs are written. Its base is written, to `base/`, only if it was newly
-    initialised or has new tokens. Of a multimodal model, the whole is written, with its parts beside the text model as
-    the run found them, and its processors; an adapter is one of the whole.
+    initialised or has new tokens or rotary positions. Of a multimodal model, the whole is written, with its parts
+    beside the text model as the run found them, and its processors; an adapter is one of the whole.
 
     dtype: data type of the weights; by default that of the forward pass (bf16 for a bf16 run), so that the exported
     model has the run's evaluation loss. most_bytes: size of the tensors in one file. Memory holds the largest weight in
@@ -90,14 +89,12 @@ def export(
         check_base(checkpoint, before, base_of(plan), instead)
     weights = getattr(torch, dtype) if dtype else weight_dtype(recipe.parallel.precision)
     config = model_configuration(recipe)
-    if is_quantized(config):
-        del config.quantization_config  # of the files that training began with
     if text_only:
         check_alone(checkpoint, plan.model.part, config)
     model = empty_model(config, weights, recipe.model.trust_remote_code)
     wrapper = wrapper_of(recipe.model, config, weights) if is_part else None
-    # A base with new tokens, of new weights, or without the parts beside it, exists nowhere else.
-    is_new = recipe.model.pretrained is None or bool(recipe.model.kept_rows) or text_only
+    # A base with new tokens or positions, of new weights, or without the parts beside it, exists nowhere else.
+    is_new = recipe.model.pretrained is None or recipe.model.changes_pretrained or text_only
     is_whole = recipe.model.adapter is None or is_new
     with new_folder(out, replace) as folder:
         whole = folder
@@ -106,6 +103,8 @@ def export(
             frozen = str((out / BASE).resolve()) if is_whole else str(recipe.model.pretrained)
             part = wrapper.part if wrapper else None
             write_adapter(recipe, model.config, reader, model.dtype, frozen, folder, part)
+            if not is_new:  # otherwise the exported base has their values
+                _write_packed_names(recipe, model.config, folder)
             read_tokenizer(tokenizer).save_pretrained(folder)
         if is_whole:
             whole.mkdir(exist_ok=True)
@@ -199,7 +198,7 @@ def write_adapter(
     folder: Path,
     of_whole: TextPart | None = None,
 ) -> None:
-    """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`, and lists the 4-bit weights of its base.
+    """Writes an adapter as PEFT does, for `PeftModel.from_pretrained`.
 
     base: the folder or hub name of the frozen weights. of_whole: the place of the model in the multimodal one that is
     this base.
@@ -211,8 +210,6 @@ def write_adapter(
     settings.base_model_name_or_path, settings.revision = base, recipe.model.revision
     settings.save_pretrained(folder)
     part = adapter.select_trained(recipe, config)
-    if part is not None and part.packed and not recipe.model.kept_rows:  # otherwise the exported base has their values
-        (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
     trained = {adapter.weight_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
     stored = adapter.stored_modules(part.parameters if part else ())
     files = {adapter.file_name(name, stored, of_whole): name for name in trained}
@@ -224,6 +221,13 @@ def write_adapter(
     with create(folder / adapter.ADAPTER_FILE) as target:
         like = {key: adapter.to_file(name, trained[name].data) for key, name in files.items()}
         stream_tensors(target.stream, like, read)
+
+
+def _write_packed_names(recipe: Recipe, config: PreTrainedConfig, folder: Path) -> None:
+    """Lists the weights of an adapter's base that were held in 4 bits, if any were."""
+    part = adapter.select_trained(recipe, config)
+    if part is not None and part.packed:
+        (folder / QUANTIZED).write_text(json.dumps(sorted(part.packed), indent=1) + "\n", encoding="utf-8")
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

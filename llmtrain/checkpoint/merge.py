@@ -202,6 +202,10 @@ def _names(file: Any, part: TextPart | None) -> dict[str, str]:
     return {(part and part.own(name)) or name: stored for stored, name in plain.items()}
 
 
+def _meta(part: Any) -> Tensor:
+    return meta_tensor_like(part.get_dtype(), part.get_shape())
+
+
 class MergedWeights:
     """The weights of a base with an adapter."""
 
@@ -225,7 +229,7 @@ class MergedWeights:
         self._stored = stored_modules(self._parameters)
         self._file = _opened(folder)
         self._names = _names(self._file, part)
-        heads = {name: meta_tensor_like(self._file.get_slice(stored)) for name, stored in self._names.items()}
+        heads = {name: _meta(self._file.get_slice(stored)) for name, stored in self._names.items()}
         self._shapes = {name: tuple(head.shape) for name, head in heads.items()}
         self._check(model, [name for name, head in heads.items() if not head.is_floating_point()])
 

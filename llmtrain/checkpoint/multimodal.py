@@ -1,23 +1,21 @@
 """Writes a multimodal model of which the text model was trained: its other tensors stay byte for byte as they were.
 
-The files then have the names and shapes of those that training began with, which other programs know.
+Those that are quantized in the files are dequantized, because the export is not quantized. The files have the names and
+shapes of those that training began with, which other programs know.
 """
 
 from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models.hub_names import WeightExporter, WeightImporter, aliases
-from llmtrain.models.pretrained import file_shapes, tensor_files
+from llmtrain.models.pretrained import WeightFiles
 from llmtrain.plan.facts.model import TextPart
 from llmtrain.plan.facts.wrapper import Wrapper, has_causal_lm
 from llmtrain.recipe import ModelConfig
@@ -38,7 +36,8 @@ class WholeExporter:
 
         Raises RecipeError for files of `source` that cannot be read.
         """
-        self._part, self._files = wrapper.part, tensor_files(source)
+        self._part, self._files = wrapper.part, WeightFiles(source)
+        self._dtype = wrapper.model.dtype
         self._outgoing = WeightExporter(wrapper.model, map(wrapper.part.whole, names))
         self._written = self._written_names(wrapper)
         self.like: dict[str, Tensor] = {}
@@ -56,7 +55,7 @@ class WholeExporter:
         trained: dict[str, str] = {}
         replaced: set[str] = set()
         made = {first(name): keys for name, keys in WeightImporter(wrapper.model, self._outgoing.like).origins()}
-        for name, keys in WeightImporter(wrapper.model, file_shapes(self._files)).origins():
+        for name, keys in WeightImporter(wrapper.model, self._files.like).origins():
             if self._part.own(name) is None:
                 continue
             replaced |= {key for _, key in keys}
@@ -64,7 +63,7 @@ class WholeExporter:
             if len(keys) == len(ours) == 1 or [pattern for pattern, _ in keys] == [pattern for pattern, _ in ours]:
                 trained |= {key: own for (_, key), (_, own) in zip(keys, ours, strict=True)}
         missing = self._outgoing.like.keys() - set(trained.values())  # such as a head that is no longer tied
-        files = {name: trained.get(name) for name in self._files if name in trained or name not in replaced}
+        files = {name: trained.get(name) for name in self._files.like if name in trained or name not in replaced}
         return files | {name: name for name in self._outgoing.like if name in missing}
 
     def tensor(self, name: str, read: Callable[[str, Tensor], Tensor]) -> Tensor:
@@ -75,13 +74,8 @@ class WholeExporter:
         return self._outgoing.tensor(written, lambda whole, like: read(self._part.own(whole) or whole, like))
 
     def _copied(self, name: str) -> Tensor:
-        tensor: Tensor = _opened(self._files[name]).get_tensor(name)
-        return tensor
-
-
-@cache
-def _opened(file: Path) -> Any:
-    return safe_open(file, framework="pt")
+        tensor = self._files.tensor(name)
+        return tensor.to(self._dtype) if self._files.is_quantized(name) else tensor
 
 
 def copy_processors(source: ModelConfig, folder: Path) -> None:

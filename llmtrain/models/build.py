@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import deepcopy
 from functools import partial, reduce
 from typing import Any
 
@@ -13,7 +14,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -26,7 +26,8 @@ from llmtrain.models.hub_names import empty_model, remote_code_errors
 from llmtrain.models.initial import Gather, draw_all_weights
 from llmtrain.models.loss import freeze_unused
 from llmtrain.models.own import InitialWeights, own_configuration
-from llmtrain.models.pretrained import Pretrained, is_quantized, read_pretrained, wrong_names
+from llmtrain.models.pretrained import Pretrained, read_pretrained
+from llmtrain.models.rotary import check_rotary
 from llmtrain.models.sharding import Sharding, made_whole
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
 from llmtrain.models.tensor.collectives import TensorGroup
@@ -46,6 +47,7 @@ from llmtrain.plan.facts.model_facts import (
     pretrained_configuration,
     pretrained_folder,
 )
+from llmtrain.plan.facts.rotary import effective_overrides
 from llmtrain.plan.facts.wrapper import declare_causal_lm
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
@@ -69,6 +71,7 @@ def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedCo
     Raises RecipeError if the architecture does not exist, the pretrained model cannot be found or comes with code that
     may not be run, or its class refuses a value.
     """
+    values = deepcopy(values)  # `transformers` adds defaults to the dictionaries that it is given
     try:
         if model.architecture is not None:
             made = AutoConfig.for_model(model.architecture, **values)
@@ -138,10 +141,6 @@ def build_model(
     config = training_configuration(recipe)
     trained = adapter.select_trained(recipe, config)
     packed = {name: name for name in trained.packed} if trained else {}
-    if is_quantized(config) and partitioned is None and not (recipe.model.kept_rows or packed):
-        loaded = freeze_unused(_load_dequantized(recipe.model, config, dtype, device))
-        adapter.apply_adapter(loaded, trained, recipe)
-        return loaded
     # This lookup imports the model's classes. If they were first imported inside ZeRO-3's context, their constructors
     # would lose their decorators when the context ends.
     MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
@@ -221,39 +220,18 @@ def _reader(recipe: Recipe, config: PreTrainedConfig, shardings: Sequence[Shardi
     return lambda name: reduce(lambda weight, sharding: sharding.part(name, weight), shardings, read(name))
 
 
-def _load_dequantized(
-    model: ModelConfig, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """Returns the model of quantized files, which only `transformers` can read, with weights of `dtype`."""
-    config.quantization_config = {**config.quantization_config, "dequantize": True}
-    loaded, report = AutoModelForCausalLM.from_pretrained(
-        model.pretrained,
-        config=config,
-        revision=model.revision,
-        dtype=dtype,
-        attn_implementation=model.attention_kernel,
-        trust_remote_code=model.trust_remote_code,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
-    if problems := wrong_names(
-        model, sorted(report["missing_keys"]), sorted(report["unexpected_keys"]), len(loaded.state_dict())
-    ):
-        raise RecipeError(problems)
-    # transformers 5.22 makes every loaded parameter trainable, including those that the model's constructor froze.
-    declared = empty_model(config, dtype, model.trust_remote_code)
-    for name, parameter in declared.named_parameters():
-        loaded.get_parameter(name).requires_grad_(parameter.requires_grad)
-    whole: PreTrainedModel = loaded.to(device)
-    return whole
-
-
 def check_weights(recipe: Recipe) -> None:
-    """Raises RecipeError like `read_pretrained` if the recipe's pretrained weights are not those of its model."""
-    if recipe.model.pretrained is not None:
+    """Raises RecipeError like `read_pretrained` if the recipe's pretrained weights are not those of its model.
+
+    Raises it also, like `check_rotary`, if the model does not compute the rotary positions that the recipe gives.
+    """
+    model = recipe.model
+    if model.pretrained is not None:
         config = model_configuration(recipe)
-        if not is_quantized(config):
-            read_pretrained(recipe.model, config)
+        _, declared = pretrained_config(model)
+        if not has_own_code(model, declared):
+            check_rotary(config, effective_overrides(model.config, declared))
+        read_pretrained(model, config)
 
 
 def check_trained(recipe: Recipe) -> None:

@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.errors import Problem, RecipeError, abbreviate, reason
 from llmtrain.models.classifier import declare_head
 from llmtrain.models.hub_names import PartImporter, WeightImporter, aliases, empty_model
+from llmtrain.models.quantized import QuantizedFiles, QuantizedWeight, Stored, fault_in
 from llmtrain.plan.facts.classifier import HEAD, is_classifier
-from llmtrain.plan.facts.model_facts import wrapper_of
+from llmtrain.plan.facts.model_facts import quantization_of, wrapper_of
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
 from llmtrain.system.hub import INDEX, SINGLE
@@ -29,26 +30,66 @@ ROWS_AT_ONCE = 4096
 """Rows of a table that are held in fp64 to compute their mean."""
 
 
+class WeightFiles:
+    """The tensors of a folder or repository by name; quantized ones as the plain weights that they stand for."""
+
+    def __init__(self, source: ModelConfig) -> None:
+        """Reads the headers of the files. Raises RecipeError for files or quantized weights that cannot be read."""
+        self._files = tensor_files(source)
+        self._open: dict[Path, Any] = {}
+        headers = {file: _headers(file) for file in dict.fromkeys(self._files.values())}
+        stored = {name: headers[file][name] for name, file in self._files.items() if name in headers[file]}
+        self.like = {name: meta_tensor_like(*tensor) for name, tensor in stored.items()}
+        """Maps each name to a meta tensor of that shape, of an integer type if it holds integers."""
+        self._quantized: dict[str, QuantizedWeight] = {}
+        if (quantization := quantization_of(source)) is not None:
+            if quantization.fault:
+                raise fault_in(f"{source.pretrained} is quantized by {quantization}: {quantization.fault}")
+            found = QuantizedFiles(stored, quantization, self._read)
+            if found.faults:
+                count, named = len(found.faults), abbreviate(found.faults)
+                raise fault_in(f"{source.pretrained} has {count} faults in its quantized weights: {named}")
+            self._quantized = found.weights
+            self.like = {name: self.like[name] for name in found.plain} | {
+                name: torch.empty(weight.shape, device="meta") for name, weight in found.weights.items()
+            }
+
+    def tensor(self, name: str) -> Tensor:
+        """Returns a tensor, in the dtype of the file; a quantized weight in that of its value."""
+        weight = self._quantized.get(name)
+        if weight is None:
+            return self._read(name)
+        return weight.value({role: self._read(part) for role, part in weight.parts.items()})
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether a tensor stands for a quantized weight."""
+        return name in self._quantized
+
+    def _read(self, name: str) -> Tensor:
+        file = self._files[name]
+        if file not in self._open:
+            self._open[file] = safe_open(file, framework="pt")
+        tensor: Tensor = self._open[file].get_tensor(name)
+        return tensor
+
+
 class Pretrained:
     """The weights of a folder. Only one, or the few that belong together, are in memory at a time."""
 
-    def __init__(
-        self, incoming: WeightImporter, files: dict[str, Path], tables: frozenset[str], kept_rows: int
-    ) -> None:
+    def __init__(self, incoming: WeightImporter, files: WeightFiles, tables: frozenset[str], kept_rows: int) -> None:
         """tables: names of the weights with a row for each token, if new ones are needed; kept_rows: as in `grow`."""
         self._incoming = incoming
         self._files = files
         self._vocabulary_weights = tables
         self._kept_rows = kept_rows
-        self._open: dict[Path, Any] = {}
 
     def has(self, name: str) -> bool:
         """Whether the files hold a weight: all but, perhaps, a head that replaces that over the vocabulary."""
         return self._incoming.has(name)
 
     def tensor(self, name: str) -> Tensor:
-        """Returns a weight, given its name in the model, in the dtype of the file."""
-        return self._incoming.tensor(name, self._read)
+        """Returns a weight, given its name in the model, in the dtype of the file, or of its dequantized value."""
+        return self._incoming.tensor(name, self._files.tensor)
 
     @torch.no_grad()
     def copy_to(self, name: str, weight: Tensor) -> None:
@@ -70,13 +111,6 @@ class Pretrained:
                 fix = "to train them separately, as transformers would: --set model.config.tie_word_embeddings=false"
                 raise RecipeError(Problem("model.pretrained_tied", "model.pretrained", message, fix))
 
-    def _read(self, key: str) -> Tensor:
-        file = self._files[key]
-        if file not in self._open:
-            self._open[file] = safe_open(file, framework="pt")
-        tensor: Tensor = self._open[file].get_tensor(key)
-        return tensor
-
 
 def grow(table: Tensor, kept_rows: int, into: Tensor) -> None:
     """Copies the first rows of a table into a larger one, and sets all others to the mean of these.
@@ -94,29 +128,17 @@ def grow(table: Tensor, kept_rows: int, into: Tensor) -> None:
     into[len(kept) :] = (total / len(kept)).to(into.dtype)
 
 
-def is_quantized(config: PreTrainedConfig) -> bool:
-    """Whether the files of pretrained weights hold them quantized."""
-    return getattr(config, "quantization_config", None) is not None
-
-
 def read_pretrained(source: ModelConfig, config: PreTrainedConfig) -> Pretrained:
     """Opens the weights of `model.pretrained`. Only the headers of its files are read, and tied weights stored twice.
 
     Raises RecipeError if the files lack a weight of the model, which `transformers` would initialize at random, if a
     weight has a different shape or is not floating point, if they hold tensors that the model does not have, or if they
-    hold different values for one weight under two names. Raises it also for quantized weights, which only
-    `transformers` can read.
+    hold different values for one weight under two names. Raises it also for quantized weights that cannot be read.
     """
-    if is_quantized(config):
-        message = f"{source.pretrained} is quantized, so its weights cannot be read one by one"
-        fix = "name a folder with plain weights, or use parallel.zero_stage=2 without stages and tensor parallelism"
-        raise RecipeError(Problem("model.pretrained_quantized", "model.pretrained", message, fix))
-    files = tensor_files(source)
+    files = WeightFiles(source)
     model = empty_model(config, torch.float32, source.trust_remote_code)
     wrapper = wrapper_of(source, config)
-    incoming = (
-        WeightImporter(model, file_shapes(files)) if wrapper is None else PartImporter(wrapper, file_shapes(files))
-    )
+    incoming = WeightImporter(model, files.like) if wrapper is None else PartImporter(wrapper, files.like)
     if source.config.get("tie_word_embeddings") is False and source.num_labels is None:
         incoming.untie()
     names = {name: group for name, group in aliases(model).items() if name == group[0]}
@@ -239,7 +261,7 @@ def tensor_files(source: ModelConfig) -> dict[str, Path]:
     single_files = [folder / SINGLE] if (folder / SINGLE).is_file() else sorted(folder.glob("*.safetensors"))
     if not single_files:
         raise RecipeError(Problem("model.safetensors", "model.pretrained", f"there are no safetensors in {folder}"))
-    return {name: file for file in single_files for name in _meta_tensors(file)}
+    return {name: file for file in single_files for name in _headers(file)}
 
 
 class _Index(BaseModel):
@@ -254,16 +276,12 @@ def _index(file: Path) -> dict[str, str]:
     raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
 
 
-def file_shapes(files: dict[str, Path]) -> dict[str, Tensor]:
-    """Maps each tensor to a meta tensor of its shape, as `tensor_files` maps it to its file."""
-    tensors = {file: _meta_tensors(file) for file in dict.fromkeys(files.values())}
-    return {name: tensors[file][name] for name, file in files.items() if name in tensors[file]}
-
-
 def stored_as_integers(folder: Path, model: PreTrainedModel) -> list[str]:
     """Returns the names of the parameters that the safetensors of a folder hold as integers."""
     tensors = {
-        name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in _meta_tensors(file).items()
+        name: meta_tensor_like(*tensor)
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in _headers(file).items()
     }
     if all(tensor.is_floating_point() for tensor in tensors.values()):
         return []
@@ -282,21 +300,22 @@ def is_finite(weight: Tensor) -> bool:
     return bool(torch.isfinite(low) and torch.isfinite(high))
 
 
-def _meta_tensors(file: Path) -> dict[str, Tensor]:
-    """Maps each name in a file to a meta tensor of its shape, of an integer type if it holds integers.
-
-    Raises RecipeError if it is not a safetensors file.
-    """
+def _headers(file: Path) -> dict[str, Stored]:
+    """Maps each name in a file to what its header says. Raises RecipeError if it is not a safetensors file."""
     try:
         open_regular(file).close()  # safetensors would block on a FIFO
         with safe_open(file, framework="pt") as tensors:
-            return {name: meta_tensor_like(tensors.get_slice(name)) for name in tensors.keys()}  # noqa: SIM118
+            slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+            return {name: Stored(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         message = f"{file} cannot be read: {error}"
     raise RecipeError(Problem("model.safetensors", "model.pretrained", message, "fetch it again"))
 
 
-def meta_tensor_like(tensor: Any) -> Tensor:
-    """Returns a meta tensor of the shape of a tensor in a safetensors file, of an integer type if it holds integers."""
-    dtype = torch.float32 if tensor.get_dtype().startswith(("F", "BF")) else torch.int64
-    return torch.empty(tensor.get_shape(), dtype=dtype, device="meta")
+def meta_tensor_like(dtype: str, shape: Sequence[int]) -> Tensor:
+    """Returns a meta tensor of a shape, of an integer type if safetensors names one.
+
+    dtype: as safetensors names it.
+    """
+    kind = torch.float32 if dtype.startswith(("F", "BF")) else torch.int64
+    return torch.empty(tuple(shape), dtype=kind, device="meta")

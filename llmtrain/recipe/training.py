@@ -13,6 +13,8 @@ from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeI
 
 MAX_SEQUENCE_LENGTH = 2**24
 """Tokens: more than the context of any model."""
+ROTARY_FIELDS = frozenset({"rope_parameters", "rope_scaling", "rope_theta"})
+"""Fields of `model.config` that set rotary positions."""
 MAX_TRAINED_VOCABULARY = 1_000_000
 """Tokens of a tokenizer that is trained here: more than those of any model."""
 NewTokens = Many[Annotated[str, Field(min_length=1)]] | Literal["template"]
@@ -156,6 +158,12 @@ class ModelConfig(Part):
     def omits_base_weights(self) -> bool:
         """Whether checkpoints omit the frozen weights, because these are the weights of `pretrained`."""
         return self.is_partly_frozen and self.pretrained is not None
+
+    @property
+    def changes_pretrained(self) -> bool:
+        """Whether the model that an adapter is added to is not that of `pretrained`: it has new tokens or other
+        rotary positions."""
+        return bool(self.kept_rows) or not self.config.keys().isdisjoint(ROTARY_FIELDS)
 
 
 class Source(Part):

@@ -18,7 +18,7 @@ from llmtrain.checkpoint.folder import newest
 from llmtrain.checkpoint.hub.model_card import portable
 from llmtrain.checkpoint.save import Saver
 from llmtrain.errors import CheckpointError, RecipeError
-from llmtrain.models import build_model, model_configuration
+from llmtrain.models import build_model
 from llmtrain.models.hub_names import empty_model
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -256,19 +256,6 @@ def test_the_card_describes_the_training_and_its_result(families, tokenizer, tmp
 )
 def test_a_card_names_no_folder_and_no_secret(name, told):
     assert portable(name) == told
-
-
-def test_an_export_does_not_claim_that_its_weights_are_quantized(families, tokenizer, tmp_path, monkeypatch):
-    """As the files were with which the run began."""
-
-    def quantized(recipe):
-        config = model_configuration(recipe)
-        config.quantization_config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
-        return config
-
-    monkeypatch.setattr("llmtrain.checkpoint.export.model_configuration", quantized)
-    export(newest(families / "tied" / "checkpoints"), tokenizer, tmp_path / "out")
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_weights_start_another_run(families, tokenizer, tmp_path):

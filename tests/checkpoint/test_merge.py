@@ -22,6 +22,7 @@ from llmtrain.models import build_model
 from tests.helpers.batches import step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, GPT_OSS
+from tests.helpers.quantized import FORMATS, quantize_folder
 from tests.helpers.traces import engine_of, plan_of
 
 CPU = torch.device("cpu")
@@ -207,16 +208,22 @@ def _train(rank: int, recipes, folder) -> dict:
     return found
 
 
-def test_a_checkpoint_is_merged_into_the_model_that_was_trained(tokenizer, tmp_path):
+@pytest.mark.parametrize(
+    ("quantized", "positions"), [("", {}), ("gptq", {}), ("", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}})]
+)
+def test_a_checkpoint_is_merged_into_the_model_that_was_trained(quantized, positions, tokenizer, tmp_path):
     _base(tmp_path / "base", **UNTIED)
+    if quantized:
+        quantize_folder(tmp_path / "base", *FORMATS[quantized])
     adapter = {"rank": 4, "alpha": 20.0, "modules_to_save": ["lm_head"]}
-    start = {"model.architecture": None, "model.config": {}, "model.pretrained": str(tmp_path / "base")}
+    start = {"model.architecture": None, "model.config": positions, "model.pretrained": str(tmp_path / "base")}
     recipes = {"lora": tiny_recipe(**start, **{"model.adapter": adapter, "optim.lr": 0.1, "optim.warmup_steps": 0})}
     losses = run_ranks(1, _train, recipes | {"whole": tiny_recipe(**start)}, tmp_path / "runs")[0]
     merge_checkpoint(newest(tmp_path / "runs" / "lora"), tokenizer, tmp_path / "out")
-    merged = {**start, "model.pretrained": str(tmp_path / "out")}
+    merged = {**start, "model.config": {}, "model.pretrained": str(tmp_path / "out")}
     engine = engine_of(plan_of(tiny_recipe(**merged, **{"parallel.backend": "data_parallel"}), 1))
     assert engine.eval_step(step_batch(9, 1, 8)).item() == pytest.approx(losses["lora"], rel=1e-6)
     assert not list(tmp_path.glob(".out*"))
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     with pytest.raises(CheckpointError, match="no adapter to merge"):
         merge_checkpoint(newest(tmp_path / "runs" / "whole"), tokenizer, tmp_path / "none")

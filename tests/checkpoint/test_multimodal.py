@@ -21,6 +21,7 @@ from llmtrain.models import build_model, check_weights
 from llmtrain.models.inference.load import load_causal_lm
 from tests.helpers.batches import GLOBAL_BATCH, step_batch, tiny_recipe
 from tests.helpers.harness import run_ranks
+from tests.helpers.quantized import FORMATS, quantize_folder
 from tests.helpers.traces import engine_of, plan_of
 from tests.helpers.wrappers import PROCESSOR, VISION, save_wrapper
 
@@ -84,12 +85,21 @@ def test_the_export_is_the_whole_with_the_trained_text_model(family, wrappers, r
 
 
 @pytest.fixture(scope="module")
-def divided(wrappers, tmp_path_factory):
+def quantized(wrappers, tmp_path_factory):
+    """A folder in fp8, one layer of the vision tower included, and the values of its tensors."""
+    folder = tmp_path_factory.mktemp("quantized") / "gemma3"
+    shutil.copytree(wrappers["gemma3"], folder)
+    return folder, quantize_folder(folder, *FORMATS["fp8 blocks"], r"layers.0.self_attn.q_proj.weight")
+
+
+@pytest.fixture(scope="module")
+def divided(wrappers, quantized, tmp_path_factory):
     """Runs of two ranks: stages, shards that are read by name, and adapters."""
     out = tmp_path_factory.mktemp("divided")
     cases = [
         ("stages", wrappers["gemma3"], {"parallel.pipeline": 2, "parallel.zero_stage": 1}),
         ("shards", wrappers["gemma3"], {"parallel.zero_stage": 3}),
+        ("quantized", quantized[0], {"parallel.zero_stage": 3}),
         ("adapter", wrappers["gemma3"], {"model.adapter": LORA}),
         ("experts", wrappers["qwen3_vl_moe"], {"model.adapter": {"rank": 2, "target_parameters": ["down_proj"]}}),
     ]
@@ -104,6 +114,20 @@ def test_divided_weights_are_exported_bit_for_bit(case, divided, tokenizer, tmp_
     whole = dict(AutoModelForMultimodalLM.from_pretrained(tmp_path / "out").named_parameters())
     for name, value in weights[case].items():
         assert torch.equal(whole[name.replace("model.", "model.language_model.", 1)], torch.from_numpy(value)), name
+
+
+def test_the_export_of_a_quantized_model_is_plain(divided, quantized, tokenizer, tmp_path):
+    (folder, weights), (_, values) = divided, quantized
+    export(newest(folder / "quantized"), tokenizer, tmp_path / "out", dtype="float32")
+    assert not hasattr(AutoConfig.from_pretrained(tmp_path / "out"), "quantization_config")
+    whole = dict(AutoModelForMultimodalLM.from_pretrained(tmp_path / "out").named_parameters())
+    for name, value in weights["quantized"].items():
+        assert torch.equal(whole[name.replace("model.", "model.language_model.", 1)], torch.from_numpy(value)), name
+    stored = load_file(tmp_path / "out" / WEIGHTS)
+    assert stored.keys() == values.keys()
+    tower = [name for name in values if "vision_tower" in name]
+    assert any("layers.0.self_attn.q_proj.weight" in name for name in tower)
+    assert all(torch.equal(stored[name], values[name]) for name in tower)
 
 
 def _logits(model, tokens) -> torch.Tensor:

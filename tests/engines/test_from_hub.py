@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, stage_builder
-from llmtrain.models.pretrained import is_quantized
 from llmtrain.overrides.torch import persistent_buffers
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, tiny_recipe
 from tests.helpers.harness import run_ranks
+from tests.helpers.quantized import FORMATS, quantize_folder
 from tests.helpers.traces import engine_of, plan_of
 
 CPU = torch.device("cpu")
@@ -224,53 +224,13 @@ def test_a_single_file_is_read_although_there_is_an_index(tmp_path):
     assert any(note["rule"] == "model.weights_twice" for note in plan_of(recipe, RANKS).notes)
 
 
-def _fp8(folder) -> dict[str, torch.Tensor]:
-    """Quantizes the layers of a saved model in blocks; returns their values."""
-    tensors, values = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in tensors if "_proj" in name]:
-        weight = tensors[name].to(torch.float8_e4m3fn)
-        scale = torch.full((weight.shape[0] // 32, weight.shape[1] // 32), 2.0)
-        tensors[name], tensors[f"{name}_scale_inv"] = weight, scale
-        values[name] = weight.float() * 2
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    _quantized(folder, {"quant_method": "fp8", "weight_block_size": [32, 32]})
-    return values
-
-
-def _quantized(folder, settings: dict) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
-
-
-def test_weights_in_fp8_are_loaded_as_plain_ones(tmp_path):
-    build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path)
-    values = _fp8(tmp_path)
-    model = build_model(_from(tmp_path), torch.float32, CPU)
-    assert all(torch.equal(model.get_parameter(name), value) for name, value in values.items())
-    assert not is_quantized(model.config)
-
-
 @pytest.mark.parametrize(
-    ("method", "fields", "told"),
-    [
-        ("gptq", {}, "quantized by 'gptq', and such weights cannot be trained"),
-        ("fp8", {"parallel.zero_stage": 3}, "quantized by 'fp8', so it cannot be loaded in parts"),
-        (
-            "fp8",
-            {"parallel.pipeline": 2, "parallel.zero_stage": 1},
-            "quantized by 'fp8', so it cannot be loaded in parts",
-        ),
-    ],
+    "names", [["pipeline-tensor"], pytest.param(list(DENSE), marks=pytest.mark.breadth)], ids=["some", "all"]
 )
-def test_quantized_weights_that_cannot_be_trained_are_refused_by_the_plan(method, fields, told, tmp_path):
-    build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path)
-    _quantized(tmp_path, {"quant_method": method})
-    with pytest.raises(RecipeError, match=told):
-        plan_of(_from(tmp_path, **fields), RANKS)
-
-
-def test_a_quantized_folder_is_not_read_in_parts(tmp_path):
-    build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(tmp_path)
-    _quantized(tmp_path, {"quant_method": "fp8"})
-    with pytest.raises(RecipeError, match="is quantized"):
-        stage_builder(_from(tmp_path), 2, torch.float32, CPU)(0)
+def test_every_strategy_starts_from_the_values_of_a_quantized_folder(names, tmp_path):
+    saved = build_model(tiny_recipe(**UNTIED, **{"train.seed": 3}), torch.float32, CPU)
+    saved.save_pretrained(tmp_path)
+    values = quantize_folder(tmp_path, *FORMATS["fp8 blocks"])
+    for name, weight in saved.named_parameters():
+        weight.data = values[name]
+    _assert_all_start_from(tmp_path, saved, {name: DENSE[name] for name in names})

@@ -122,7 +122,7 @@ def test_sizes_that_differ_between_layers_are_the_largest():
 
 
 def test_keys_that_a_configuration_turns_into_others_are_known():
-    names = {"num_hidden_layers": 6, "hidden_size": 64, "num_global_key_value_heads": 1, "global_head_dim": 512}
+    names = {"num_hidden_layers": 6, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "global_head_dim": 512}
     assert model_facts(ModelConfig(architecture="gemma4_text", config=names), 99).head_dim == 512
 
 
@@ -160,7 +160,8 @@ def test_invalid_sizes_are_refused():
 )
 def test_what_else_is_no_size_is_refused(family, field, value):
     key, _, inner = field.partition(".")
-    config = {"vocab_size": 8, key: {"rope_type": "longrope", inner: value} if inner else value}
+    longrope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], inner: value}
+    config = {"vocab_size": 8, key: longrope if inner else value}
     assert set(problems(architecture=family, config=config)) == {f"model.config.{field}"}
 
 
@@ -187,33 +188,6 @@ def test_facts_are_read_from_a_pretrained_folder(tmp_path):
     facts = model_facts(ModelConfig(pretrained=str(tmp_path), config={"rms_norm_eps": 1e-5}), 8)
     assert (facts.layers, facts.hidden_size, facts.vocab_size) == (2, 32, 64)
     assert set(problems(pretrained=str(tmp_path), config={"layers": 3})) == {"model.config.layers"}
-
-
-@pytest.mark.parametrize(
-    ("declared", "override", "told"),
-    [
-        ({}, {"rope_theta": 5e5}, "model.config.rope_theta: has no effect"),
-        (
-            {"rope_theta": 1e6, "rope_scaling": None},
-            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-            '{"rope_type": "linear", "rope_theta": 1000000.0, "factor": 2.0}',
-        ),
-        (
-            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-            {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
-            "model.config.rope_parameters: lacks rope_theta, which is 1000000.0",
-        ),
-    ],
-)
-def test_rotary_settings_without_effect_on_pretrained_weights_are_refused(declared, override, told, tmp_path):
-    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4}
-    config |= {"num_hidden_layers": 2, "intermediate_size": 48, **declared}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(RecipeError) as caught:
-        model_facts(ModelConfig(pretrained=str(tmp_path), config=override), 8)
-    assert told in caught.value.report()
-    whole = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e6}
-    model_facts(ModelConfig(pretrained=str(tmp_path), config={"rope_parameters": whole}), 8)
 
 
 def test_a_multimodal_model_has_the_fields_of_its_text_model_only(tmp_path):

@@ -35,8 +35,8 @@ SIZES = {
         "num_experts": 8,
         "num_experts_per_tok": 2,
     },
-    "continue_pretrained": {},
 }
+CONTINUED = ("continue_pretrained", "yarn_128k")
 FINE_TUNING = ("dpo_llama3_8b_lora", "sft_chat", "sft_llama3_8b_lora")
 SHRUNK = {
     "data.tokenizer": {"vocab_size": 512},
@@ -94,8 +94,8 @@ def _train(name: str, fields: dict[str, object], run_dir: Path) -> list[dict]:
 
 
 def _fields(name: str, corpus: Path) -> dict[str, object]:
-    sizes = {f"model.config.{key}": value for key, value in SIZES[name].items()}
-    if SIZES[name]:
+    sizes = {f"model.config.{key}": value for key, value in SIZES.get(name, {}).items()}
+    if sizes:
         sizes["model.config.vocab_size"] = 512
     local = {"data.sources": [{"name": str(corpus)}], "data.cache_dir": str(corpus.parent)}
     return {**SHRUNK, **sizes, **local}
@@ -108,7 +108,7 @@ def _assert_learned(lines: list[dict], evaluations: int = 2) -> None:
 
 
 def test_every_recipe_is_tested():
-    assert {*SIZES, *FINE_TUNING} == {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert {*SIZES, *CONTINUED, *FINE_TUNING} == {path.stem for path in (ROOT / "recipes").glob("*.py")}
 
 
 QUICK = ("qwen3_30b_a3b",)
@@ -120,7 +120,7 @@ def _marks(name: str):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=_marks(name)) for name in SIZES if name != "continue_pretrained"],
+    [pytest.param(name, marks=_marks(name)) for name in SIZES],
 )
 def test_shrunk_recipe_trains(name, corpus, tmp_path):
     _assert_learned(_train(name, _fields(name, corpus), tmp_path / "run"))
@@ -138,6 +138,19 @@ def test_training_continues_from_pretrained_weights(zero_stage, corpus, pretrain
     lines = _train("continue_pretrained", fields, tmp_path / "run")
     _assert_learned(lines, evaluations=3)  # pretrained weights are evaluated before the first step
     assert lines[1]["loss"] == pytest.approx(_loss_of(pretrained, fields), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_the_context_is_extended_and_the_export_says_so(corpus, pretrained, tmp_path):
+    """The shrunk weights were trained for 64 positions, and sequences have 128."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
+    fields = _fields("yarn_128k", corpus) | {"model.pretrained": str(pretrained), "data.tokenizer": str(pretrained)}
+    fields |= {"model.config": {"rope_parameters": yarn, "max_position_embeddings": 128}, "data.sequence_length": 128}
+    fields |= {"parallel.precision": "fp32", "model.attention": "auto"}
+    _assert_learned(_train("yarn_128k", fields, tmp_path / "run"), evaluations=3)
+    config = json.loads((tmp_path / "run" / "export" / "config.json").read_text())
+    assert config["rope_parameters"] == yarn
+    assert config["max_position_embeddings"] == 128
 
 
 @pytest.mark.parametrize(

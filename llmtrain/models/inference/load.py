@@ -22,7 +22,7 @@ from transformers import (
 from llmtrain.errors import CheckpointError, Problem, UserError, abbreviate, reason
 from llmtrain.models.adapter import wrong_values
 from llmtrain.models.hub_names import remote_code_errors
-from llmtrain.models.pretrained import is_finite, is_quantized, stored_as_integers
+from llmtrain.models.pretrained import is_finite, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
 from llmtrain.plan.facts.classifier import SUFFIX
 from llmtrain.plan.facts.wrapper import is_wrapper
@@ -30,6 +30,7 @@ from llmtrain.system.hub import probe_hub_for, stored_file
 from llmtrain.system.untrusted import file_fault, is_folder, read_json, require_regular_files, utf8_name
 
 AGAIN = "write or download it again"
+INSTALL = "install that package; an adapter of a quantized base needs none if it is merged (export --merge)"
 
 
 @contextmanager
@@ -46,7 +47,8 @@ def reading(folder: Path | str, failed: str) -> Iterator[None]:
         raise
     except Exception as error:
         message = f"{failed}: {type(error).__name__}: {reason(error)}"
-        raise CheckpointError(Problem("model.folder", str(folder), message, AGAIN)) from error
+        fix = INSTALL if isinstance(error, ImportError) else AGAIN
+        raise CheckpointError(Problem("model.folder", str(folder), message, fix)) from error
 
 
 def _check_files(folder: Path) -> None:
@@ -141,7 +143,8 @@ def _is_part(name: str, model: PreTrainedModel) -> bool:
 
 def _wrong_values(name: str, model: PreTrainedModel) -> Iterator[Problem]:
     """Yields which weights are not finite floating point numbers."""
-    if is_folder(Path(name)) and not is_quantized(model.config) and (names := stored_as_integers(Path(name), model)):
+    is_quantized = getattr(model.config, "quantization_config", None) is not None
+    if is_folder(Path(name)) and not is_quantized and (names := stored_as_integers(Path(name), model)):
         message = f"{len(names)} of its weights are integers, not floating point numbers: {abbreviate(names)}"
         yield Problem("model.weights", name, message, AGAIN)
     if names := [name for name, parameter in model.named_parameters() if not is_finite(parameter)]:

@@ -101,6 +101,8 @@ class ModelFacts(Part):
     rotary_follows: tuple[str, int] | None = None
     """Rotary type whose frequencies depend on the longest position of a batch, and the length up to which they do
     not."""
+    yarn_length: int | None = None
+    """Length up to which YaRN extends the context of its original length; None for other rotary types."""
     experts: int = 0
     """Experts per layer; 0 for a dense model."""
     experts_per_token: int = 0
@@ -120,7 +122,9 @@ class ModelFacts(Part):
     dropout: tuple[tuple[str, float], ...] = ()
     """Names and rates of the configuration's dropout, without those of 0."""
     quantization: str = ""
-    """Method by which the files of pretrained weights are quantized; empty if they are not."""
+    """Method by which the files of pretrained weights are quantized, and its settings; empty if they are not."""
+    quantization_fault: str = ""
+    """Why weights that are quantized this way are not read; empty if they are."""
     tied_embeddings: bool
     """Whether embedding and head share one weight."""
     weights: Weights | None = None

@@ -8,8 +8,8 @@ meta device: its shapes exist, its weights do not.
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ from llmtrain.plan.facts.classifier import FIELD, MODULE, SUFFIX, with_head
 from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, WRAPPERS, Family, Shape
 from llmtrain.plan.facts.model import ModelFacts, TextPart
 from llmtrain.plan.facts.own_model import own_model_facts
+from llmtrain.plan.facts.quantization import QUANTIZATION_KEYS, Quantization, quantization_in, without_quantization
+from llmtrain.plan.facts.rotary import effective_overrides, following_rotary, rotary_parts, rotary_problems, yarn_length
 from llmtrain.plan.facts.trained import with_trained
 from llmtrain.plan.facts.wrapper import (
     Wrapper,
@@ -63,6 +65,9 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+    _, declared = pretrained_config(model)
+    if not has_own_code(model, declared):
+        fields = effective_overrides(fields, declared)
     if (whole := multimodal_configuration(model)) is not None:
         text = text_configuration(whole)
         declare_causal_lm(type(text))
@@ -70,6 +75,9 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code, **fields
     )
+    for part in (config, config.get_text_config()):
+        for key in QUANTIZATION_KEYS & vars(part).keys():
+            delattr(part, key)  # of the files, not of the model
     if has_own_code(model, vars(config)):
         own = get_class_from_dynamic_module(config.auto_map[AUTO_CLASS], model.pretrained, revision=model.revision)
         own.register_for_auto_class(AUTO_CLASS)  # an export includes the code
@@ -132,7 +140,11 @@ def model_facts(model: ModelConfig, vocab_size: int | None, code_dir: str | None
     """
     if model.build is not None:
         return with_trained(own_model_facts(model, vocab_size, code_dir), model)
-    return with_trained(with_head(_model_facts(model, vocab_size), model), model)
+    facts = with_trained(with_head(_model_facts(model, vocab_size), model), model)
+    quantization = quantization_of(model)
+    if quantization is None:
+        return facts
+    return facts.model_copy(update={"quantization": str(quantization), "quantization_fault": quantization.fault})
 
 
 def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
@@ -146,32 +158,28 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
             known = frozenset(own.to_dict()) | frozenset(own.attribute_map)
             if problems := _unknown_keys(model.config, known, model_type):
                 raise RecipeError(problems)
-            return _built_facts(model_type, lambda: pretrained_configuration(model, dict(model.config)))
-        if problems := _ineffective_rotary(model, declared):
+            return _built_facts(model_type, lambda: pretrained_configuration(model, deepcopy(model.config)))
+        if problems := rotary_problems(model.config, declared):
             raise RecipeError(problems)
+        overrides = effective_overrides(model.config, declared)
         whole = multimodal_configuration(model)
         if whole is not None:
             _check_multimodal(model, whole)
-        facts = _facts(model, model_type, {**declared, **model.config}, declared.get("vocab_size"))
-        quantized = declared.get("quantization_config")
-        method = str(quantized.get("quant_method")) if isinstance(quantized, dict) else ""
-        facts = facts.model_copy(update={"quantization": method})
+        facts = _facts(model, model_type, {**declared, **overrides}, declared.get("vocab_size"))
         if whole is None:
             return facts
         text = pretrained_configuration(model, dict(model.config))
         off = facts.router_loss_off if has_causal_lm(text) else 0.0  # it cannot be trained
         return facts.model_copy(update={"part": part_of(model, text), "router_loss_off": off})
     assert model.architecture is not None  # ModelConfig requires one of the two
-    return _facts(model, model.architecture, dict(model.config), vocab_size)
+    if problems := rotary_problems(model.config, None):
+        raise RecipeError(problems)
+    return _facts(model, model.architecture, deepcopy(model.config), vocab_size)
 
 
 def _check_multimodal(model: ModelConfig, whole: PreTrainedConfig) -> None:
     """Raises RecipeError for what cannot be done with the text model of a multimodal model."""
     problems = []
-    if getattr(whole, "quantization_config", None) is not None:
-        message = f"{model.pretrained} is a quantized multimodal model, whose text model cannot be read alone"
-        fix = "name a folder with plain weights"
-        problems.append(Problem("model.pretrained_quantized", "model.pretrained", message, fix))
     if model.num_labels is not None:
         message = f"{model.pretrained} is a multimodal model, whose head is not replaced"
         problems.append(Problem("model.classifier", FIELD, message, "use the text model alone (export --text-only)"))
@@ -182,32 +190,6 @@ def _check_multimodal(model: ModelConfig, whole: PreTrainedConfig) -> None:
         problems.append(Problem("model.router_loss", field, message, f"--set {field}=false"))
     if problems:
         raise RecipeError(problems)
-
-
-def _ineffective_rotary(model: ModelConfig, declared: Mapping[str, Any]) -> list[Problem]:
-    """Returns problems with rotary settings that a pretrained configuration would ignore, or that lack a part.
-
-    `transformers` 5 makes `rope_parameters` of the older names when it reads a configuration, before it sets what a
-    recipe overrides.
-    """
-    scaling = declared.get("rope_scaling") or {}
-    own = declared.get("rope_parameters") or {
-        "rope_type": "default",
-        "rope_theta": declared.get("rope_theta"),
-        **scaling,
-    }
-    problems = []
-    for key in sorted(LEGACY_ROPE_KEYS & model.config.keys()):
-        value = model.config[key]
-        wanted = {**own, **(value if isinstance(value, dict) else {key: value})}
-        fix = f"--set 'model.config.rope_parameters={json.dumps(wanted)}'"
-        message = "has no effect on pretrained weights, whose positions follow rope_parameters"
-        problems.append(Problem("model.config_key", f"model.config.{key}", message, fix))
-    for parameters in _rotary(model.config.get("rope_parameters")):
-        if ("rope_type" in parameters or "type" in parameters) and "rope_theta" not in parameters:
-            message = f"lacks rope_theta, which is {own.get('rope_theta')} in the model's own configuration"
-            problems.append(Problem("model.config_key", "model.config.rope_parameters", message))
-    return problems
 
 
 def family_of(model: ModelConfig) -> str:
@@ -300,6 +282,7 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
         max_positions=shape.positions,
         learned_positions=family.learned_positions,
         rotary_follows=following_rotary(config, shape.positions),
+        yarn_length=yarn_length(config),
         experts=experts.number if any(in_experts) else 0,
         experts_per_token=experts.per_token if any(in_experts) else 0,
         router_loss_off=_router_loss_off(config) if any(in_experts) else 0.0,
@@ -321,30 +304,6 @@ def dropout_of(config: Mapping[str, Any]) -> dict[str, float]:
     """Returns the rates of dropout in a model's configuration, and of the noise of its routers, if they are not 0."""
     noise = {key: value for key, value in config.items() if "drop" in key or "jitter" in key}
     return {key: value for key, value in noise.items() if isinstance(value, float) and value}
-
-
-def following_rotary(config: Mapping[str, Any], declared: int | None) -> tuple[str, int] | None:
-    """Returns the type of rotary embeddings that depend on the longest position, and the length where that begins.
-
-    None if there are none. declared: the longest sequence that the configuration names.
-    """
-    found = []
-    for parameters in _rotary(config.get("rope_parameters") or config.get("rope_scaling")):
-        kind = str(parameters.get("rope_type") or parameters.get("type"))
-        origin = parameters.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
-        if "dynamic" in kind:
-            found.append((declared or 0, kind))
-        elif kind == "longrope":
-            found.append((origin or declared or 0, kind))
-    return min(found)[::-1] if found else None
-
-
-def _rotary(parameters: Any) -> Iterator[dict[str, Any]]:
-    """Yields the rotary parameters of a model, or those of each kind of its layers."""
-    if isinstance(parameters, dict):
-        yield parameters
-        for inner in parameters.values():
-            yield from _rotary(inner)
 
 
 def _with_defaults(family: Family, given: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
@@ -379,7 +338,7 @@ def _wrong_sizes(family: Family, config: dict[str, Any]) -> list[Problem]:
         if config.get(key) is not None or key in required:
             check(key, config.get(key))
     for rotary in ("rope_parameters", "rope_scaling"):
-        for parameters in _rotary(config.get(rotary)):
+        for parameters in rotary_parts(config.get(rotary)):
             if "original_max_position_embeddings" in parameters:
                 check(f"{rotary}.original_max_position_embeddings", parameters["original_max_position_embeddings"])
     dense = config.get("mlp_only_layers")
@@ -443,10 +402,20 @@ def pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
     return text.pop("model_type"), text
 
 
-def _declared_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    assert model.pretrained is not None
+def quantization_of(model: ModelConfig) -> Quantization | None:
+    """Returns how the files of pretrained weights are quantized; None for plain weights."""
+    return None if model.pretrained is None else quantization_in(_config_of(model))
+
+
+def _config_of(model: ModelConfig) -> dict[str, Any]:
     folder = pretrained_folder(model)
-    config = _read_config(folder / "config.json") if folder else _hub_config(model)
+    return _read_config(folder / "config.json") if folder else _hub_config(model)
+
+
+def _declared_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Returns `model_type` and the rest of a configuration, without the quantization: that is of the files alone."""
+    assert model.pretrained is not None
+    config = without_quantization(_config_of(model))
     model_type = config.pop("model_type", None)
     if not isinstance(model_type, str):
         message = f"the configuration of '{model.pretrained}' names no model_type"
@@ -627,6 +596,7 @@ def facts_of(built: Any, model_type: str) -> ModelFacts:
         vocab_size=embedding.shape[0],
         max_positions=_int(config, "max_position_embeddings"),
         rotary_follows=following_rotary(vars(config), _int(config, "max_position_embeddings")),
+        yarn_length=yarn_length(vars(config)),
         experts=experts,
         experts_per_token=met if experts else 0,
         text_model_type="" if config is built.config else config.model_type,

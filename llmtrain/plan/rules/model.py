@@ -11,10 +11,9 @@ from llmtrain.plan.facts.families import MIXES_DOCUMENTS, MIXING_PARTS
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.system.hub import INDEX, SINGLE
+from llmtrain.system.quantities import readable_bytes
 from llmtrain.system.untrusted import expanded, is_file
 
-DEQUANTIZED = ("fp8", "mxfp4")
-"""Methods of quantization from which `transformers` can load plain weights (`dequantize` of its configurations)."""
 NAMED = 3
 """Number of parts that a message lists."""
 FLASH_HEAD = 256
@@ -49,25 +48,40 @@ def pretrained_tokenizer(draft: Draft) -> Iterator[Fault]:
 
 @rule("model.quantized", "read")
 def quantized(draft: Draft) -> Iterator[Fault]:
-    """Refuses pretrained weights that are quantized, unless `transformers` can load them as plain weights. Quantized
-    weights have no gradient. From some kinds `transformers` makes plain weights, but of whole models only."""
-    facts, parallel, model = draft.facts, draft.parallel, draft.recipe.model
-    if facts is None or not facts.quantization:
-        return
-    plain = "name a folder with plain weights"
-    if facts.quantization not in DEQUANTIZED:
-        message = f"{model.pretrained} is quantized by '{facts.quantization}', and such weights cannot be trained"
-        yield Fault("model.pretrained", message, plain)
-    elif (
-        parallel.zero_stage == 3
-        or parallel.stages
-        or parallel.tensor > 1
-        or model.quantize != "none"
-        or model.kept_rows
-    ):
-        message = f"{model.pretrained} is quantized by '{facts.quantization}', so it cannot be loaded in parts"
-        fix = f"{plain}, or use {assignment(parallel__zero_stage=2)} without stages, tensor parallelism and new tokens"
+    """Refuses pretrained weights that are quantized in a way that is not read. Quantized weights have no gradient, so
+    they are dequantized."""
+    facts = draft.facts
+    if facts is not None and facts.quantization_fault:
+        pretrained = draft.recipe.model.pretrained
+        message = f"{pretrained} is quantized by {facts.quantization}: {facts.quantization_fault}"
+        fix = (
+            "name the repository with plain weights that it was made from (its model card names it as base_model), "
+            "or dequantize it (model.dequantize() and save_pretrained of transformers)"
+        )
         yield Fault("model.pretrained", message, fix)
+
+
+@rule("model.dequantized", "read", refuses=False)
+def dequantized(draft: Draft) -> Iterator[Fault]:
+    """Notes that pretrained weights are quantized in their files. They are read as the values that they stand for, and
+    exports are plain; only an adapter is added to its quantized base again."""
+    facts, recipe = draft.facts, draft.recipe
+    if facts is None or not facts.quantization or facts.quantization_fault:
+        return
+    held = COMPUTE_DTYPE[recipe.parallel.precision]
+    files = sum(file.stat().st_size for file in expanded(str(recipe.model.pretrained)).glob("*.safetensors"))
+    before = f"{readable_bytes(files)} of files become " if files else ""
+    message = (
+        f"{recipe.model.pretrained} is quantized by {facts.quantization}: its weights are dequantized as they are read "
+        f"({before}{readable_bytes(facts.parameters * BYTES_OF[held])} in {held}), without scales of activations"
+    )
+    if recipe.model.quantize != "none":
+        message += f", and the frozen ones are then quantized to {recipe.model.quantize}"
+    if recipe.model.adapter is None or recipe.model.changes_pretrained:
+        yield Fault("model.pretrained", f"{message}; exports are not quantized")
+    else:
+        message += "; the export of the adapter names the quantized base"
+        yield Fault("model.pretrained", message, "export --merge writes plain weights that include the adapter")
 
 
 @rule("model.weights_twice", "read", refuses=False)
@@ -138,6 +152,24 @@ def rotary_length(draft: Draft) -> Iterator[Fault]:
         yield Fault("data.sequence_length", message, assignment(model__config__max_position_embeddings=length))
 
 
+@rule("model.yarn_length", "arithmetic", refuses=False)
+def yarn_length(draft: Draft) -> Iterator[Fault]:
+    """Gives a note for YaRN whose factor does not lead from the original length to the declared one, or to the length
+    of the sequences. Programs that read the export take the context from `max_position_embeddings`."""
+    facts, length = draft.facts, draft.recipe.data.sequence_length
+    if facts is None or facts.yarn_length is None:
+        return
+    reach, declared = facts.yarn_length, facts.max_positions
+    product = f"factor · original_max_position_embeddings = {reach}"
+    if length > reach:
+        message = f"{length} exceeds {product}: later positions were in neither the old nor the extended context"
+        yield Fault("data.sequence_length", message, "a larger factor in model.config.rope_parameters")
+    if declared is not None and declared != reach:
+        message = f"{declared} is not {product} of YaRN"
+        fix = f"{assignment(model__config__max_position_embeddings=reach)}, or another factor"
+        yield Fault("model.config.max_position_embeddings", message, fix)
+
+
 @rule("model.rotary_follows", "run")
 def rotary_follows(draft: Draft) -> Iterator[Fault]:
     """Refuses `dynamic` rotary embeddings beyond the declared length, and `longrope` beyond its original length. The
@@ -180,7 +212,7 @@ def num_labels(draft: Draft) -> Iterator[Fault]:
     """Refuses another head than that over the vocabulary for what needs logits of tokens, and where it would not be
     trained as in `transformers`. Only a loss of one's own knows what the outputs mean; the classifiers of
     `transformers` compute no loss of routers."""
-    recipe, facts = draft.recipe, draft.facts
+    recipe = draft.recipe
     labels, objective = recipe.model.num_labels, recipe.objective
     if labels is None:
         return
@@ -196,7 +228,6 @@ def num_labels(draft: Draft) -> Iterator[Fault]:
         yield Fault("tasks.names", message, assignment(tasks__names="[]"))
     reasons = {
         "adapters are exported and merged as those of a causal LM": recipe.model.adapter is not None,
-        "quantized weights are loaded as a causal LM": bool(facts and facts.quantization),
         "its classifier computes no loss of its routers": bool(recipe.model.config.get("output_router_logits")),
     }
     yield from fault_for(reasons, "model.num_labels", f"{labels} is not supported", without)

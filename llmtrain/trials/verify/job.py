@@ -14,7 +14,7 @@ from pydantic import Field
 from llmtrain.errors import Problem, RecipeError, did_you_mean
 from llmtrain.plan import Plan
 from llmtrain.plan.facts.families import FAMILIES
-from llmtrain.plan.facts.model_facts import dropout_of, model_facts
+from llmtrain.plan.facts.model_facts import dropout_of, model_facts, quantization_of
 from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.recipe import Part, Recipe
 from llmtrain.system.untrusted import read_json
@@ -30,6 +30,8 @@ divided by a wrong number, does not affect its weights; those of SGD are affecte
 
 COMPARABLE = ("fp32", "bf16", "autocast_bf16")
 """Precisions that the reference supports too."""
+DEQUANTIZED = ("fp8", "mxfp4")
+"""Methods of quantization that `transformers` itself dequantizes, without other packages."""
 METRICS = {"cross_entropy": "llmtrain.trials.verify.compare:cross_entropy"}
 """What is compared in place of the user's own metrics of evaluations. These are sums over tokens, as their trial shows,
 and right if they are given the right tokens. But an accuracy, for example, jumps where two logits are almost equal,
@@ -210,6 +212,13 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
         raise RecipeError(
             Problem("verify.precision", "parallel.precision", message, "--set parallel.precision=autocast_bf16")
         )
+    quantization = quantization_of(recipe.model)
+    if quantization is not None and quantization.method not in DEQUANTIZED:
+        message = (
+            f"cannot be verified: the reference dequantizes {' and '.join(DEQUANTIZED)}, not {quantization.method}"
+        )
+        fix = "verify the recipe with plain weights"
+        raise RecipeError(Problem("verify.quantized", "model.pretrained", message, fix))
     if recipe.model.build is not None:
         _check_own_model(recipe)
     fields: dict[str, Any] = {

@@ -543,10 +543,11 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
     if model.pretrained is not None:
         origin = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         size = fields.pop("vocab_size", None) if model.kept_rows else None
-        whole = AutoConfig.from_pretrained(model.pretrained, **origin)
+        whole = dequantizing(AutoConfig.from_pretrained(model.pretrained, **origin))
+        replace_positions(fields, whole)
         if whole.model_type in WRAPPERS:
             return TextOfWhole.read(model, whole, fields, size, named).to(device)
-        config = AutoConfig.from_pretrained(model.pretrained, **origin, **fields)
+        config = dequantizing(AutoConfig.from_pretrained(model.pretrained, **origin, **fields))
         if model.num_labels is not None:
             config.num_labels = model.num_labels
             classifier = AutoModelForSequenceClassification.from_pretrained(model.pretrained, config=config, **named)
@@ -558,8 +559,10 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
             if not weight.requires_grad:  # loading the weights has unfrozen it
                 read.get_parameter(name).requires_grad_(False)
         if model.quantize == "nf4":
-            full = AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin)
-            round_base(read, full.float(), model)
+            exact = {**named, "dtype": torch.float32}
+            round_base(
+                read, AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin, **exact), model
+            )
         if model.kept_rows:
             add_rows(read, size or config.vocab_size, model.kept_rows)
         return cast(PreTrainedModel, read.to(device))
@@ -571,6 +574,26 @@ def _model(recipe: Recipe, device: torch.device) -> Any:
         config.num_labels, kind = model.num_labels, AutoModelForSequenceClassification
     made = kind.from_config(config, **named)
     return cast(PreTrainedModel, made.to(device))
+
+
+def replace_positions(fields: dict[str, Any], config: PreTrainedConfig) -> None:
+    """Replaces `rope_theta` and `rope_scaling` among changes of a configuration by what `transformers` reads now."""
+    given = {name: fields.pop(name) for name in ("rope_theta", "rope_scaling") if name in fields}
+    if given:
+        own = config.get_text_config(decoder=True).rope_parameters
+        if "rope_scaling" in given:
+            scaling = dict(given.pop("rope_scaling") or {})
+            kind = {"rope_type": scaling.pop("type", "default")}
+            common = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+            own = {name: own[name] for name in common if name in own} | kind | scaling
+        fields["rope_parameters"] = {**own, **given}
+
+
+def dequantizing(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Lets `transformers` dequantize the weights of a configuration, if they are quantized."""
+    if settings := getattr(config, "quantization_config", None):
+        config.quantization_config = {**settings, "dequantize": True}
+    return config
 
 
 def _runs_whole(config: PreTrainedConfig, length: int) -> bool:

@@ -58,8 +58,7 @@ class TextOfWhole(nn.Module):
             if not weight.requires_grad:  # loading the weights has unfrozen it
                 read.get_parameter(name).requires_grad_(False)
         if model.quantize == "nf4":
-            full: Any = load().float()
-            round_base(read, full, model)
+            round_base(read, load(dtype=torch.float32), model)
         if model.kept_rows:
             add_rows(read.whole, size or config.get_text_config(decoder=True).vocab_size, model.kept_rows)
         return cls(read.whole) if model.kept_rows else read

@@ -15,6 +15,7 @@ from llmtrain.recipe.cluster import Cluster
 from tests.helpers.small_plan import small_plan
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "original_max_position_embeddings": 64}
 LONG = {
     **{"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64},
     **{"short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
@@ -37,7 +38,7 @@ def _problems(**fields: object) -> list[Problem]:
         (DYNAMIC, 64, 128, 64),
         (LONG, 256, 64, None),
         (LONG, 256, 128, 64),
-        ({**LONG, "rope_type": "yarn"}, 256, 128, None),
+        ({**YARN, "factor": 4.0}, 256, 128, None),
         ({"sliding_attention": DYNAMIC, "full_attention": {"rope_type": "default"}}, 64, 128, 64),
     ],
 )
@@ -50,6 +51,19 @@ def test_frequencies_that_depend_on_the_micro_batch_are_refused(key, rope, decla
     if found:
         assert f"beyond {fixed} positions" in found[0].message
         assert f"--set data.sequence_length={fixed}" in found[0].fix
+
+
+@pytest.mark.parametrize(
+    ("declared", "length", "told"),
+    [(128, 128, []), (256, 128, ["max_position_embeddings=128"]), (128, 256, ["a larger factor"])],
+)
+def test_a_factor_of_yarn_that_does_not_fit_the_lengths_is_noted(declared, length, told):
+    fields = {"model.config.rope_parameters": YARN, "model.config.max_position_embeddings": declared}
+    recipe = small_plan().recipe.with_(**fields, **{"data.sequence_length": length})
+    plan = resolve(recipe, Cluster(devices_per_node=2))
+    found = [note["fix"] for note in plan.notes if note["rule"] == "model.yarn_length"]
+    assert len(found) == len(told)
+    assert all(word in fix for word, fix in zip(told, found, strict=True))
 
 
 def test_rotary_frequencies_are_found_in_families_that_are_built():
@@ -70,12 +84,12 @@ def test_a_dbrx_that_fails_in_its_first_pass_is_refused():
 
 def test_what_cannot_be_done_with_the_text_model_of_a_multimodal_one_is_refused_together(tmp_path):
     text = {"model_type": "qwen3_vl_moe_text", "vocab_size": 99, "hidden_size": 64, "num_hidden_layers": 2}
-    config = {"model_type": "qwen3_vl_moe", "text_config": text, "quantization_config": {"quant_method": "fp8"}}
+    config = {"model_type": "qwen3_vl_moe", "text_config": text}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     fields = {"num_labels": 2, "config": {"output_router_logits": True}}
     with pytest.raises(RecipeError) as caught:
         model_facts(ModelConfig(pretrained=str(tmp_path), **fields), 99)
-    rules = ["model.pretrained_quantized", "model.classifier", "model.router_loss"]
+    rules = ["model.classifier", "model.router_loss"]
     assert [problem.rule for problem in caught.value.problems] == rules
 
 

@@ -14,6 +14,7 @@ from tests.helpers import planted_adapter
 from tests.helpers.batches import WRAPPER
 from tests.helpers.harness import run_ranks
 from tests.helpers.moe import CONFIGS, GPT_OSS
+from tests.helpers.quantized import fp8, quantize_folder
 from tests.helpers.small_verify import certified, job_of, plant, refer, small
 from tests.helpers.wrappers import VISION, save_wrapper
 
@@ -151,3 +152,20 @@ def test_bugs_of_4_bit_weights_are_detected(verify_corpus, tmp_path):
 def test_dropout_of_an_adapter_is_not_compared(verify_corpus):
     recipe = small(verify_corpus).with_(**{"model.adapter": {"rank": 2, "dropout": 0.5}})
     assert comparable(recipe, 4).model.adapter.dropout == 0.0
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+WHOLE = {"model.adapter": None, "model.quantize": "none", "model.config": {"rope_scaling": YARN, "rope_theta": 5e4}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [WHOLE, {}], ids=["whole", "4 bits"])
+def test_plans_on_fp8_folders_are_certified(more, verify_corpus, tmp_path):
+    """The reference reads them as `transformers` does, with other rotary positions; in 4 bits, the values of fp8 are
+    quantized again."""
+    recipe = _beside_packed(verify_corpus, tmp_path / "base").with_(**more)
+    settings = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    quantize_folder(tmp_path / "base", settings, lambda weight, name: fp8(weight, name, (32, 32)))
+    job = job_of(recipe, [STAGED], 2)
+    run_ranks(1, refer, job, tmp_path)
+    assert all(run_ranks(2, certified, job, tmp_path)[0].values())

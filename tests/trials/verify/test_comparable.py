@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from llmtrain.errors import RecipeError
@@ -43,3 +45,10 @@ def test_products_in_fp8_are_not_compared(verify_corpus):
 def test_a_loss_scale_is_not_compared(precision, verify_corpus):
     with pytest.raises(RecipeError, match=r"verify\.precision"):
         small(verify_corpus, **{"parallel.precision": precision, "parallel.zero_stage": 1})
+
+
+def test_quantized_weights_that_the_reference_does_not_read_are_not_compared(verify_corpus, tmp_path):
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"the reference dequantizes fp8 and mxfp4, not gptq"):
+        small(verify_corpus, model={"pretrained": str(tmp_path)})
