@@ -75,7 +75,7 @@ def ring_degree(parallel: ParallelConfig, facts: ModelFacts | None) -> int:
     """Returns how many of the groups that divide heads form a ring; by default as few as the heads of a rank allow."""
     if parallel.sequence_ring is not None:
         return parallel.sequence_ring
-    if facts is None or facts.heads % parallel.tensor:
+    if facts is None or facts.heads % parallel.tensor or facts.kv_heads % parallel.tensor:
         return 1
     return parallel.sequence // math.gcd(parallel.sequence, facts.heads // parallel.tensor)
 

@@ -65,8 +65,8 @@ class Ulysses:
         self.group = group
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
-        self._ring = Ring(ring) if ring else None
-        self._head_ranks = self.size // (self._ring.size if self._ring else 1)
+        self.ring = Ring(ring) if ring else None
+        self._head_ranks = self.size // (self.ring.size if self.ring else 1)
         self._model = model
         self._attention: str = attention_of(model)
         self._positions = torch.empty(0)
@@ -80,7 +80,7 @@ class Ulysses:
         self._counting = [] if self._exchanges else [one for one in outside if _counts_positions(one)]
         if self._attention in ("eager", "sdpa"):
             self._indexed = [one for one in outside if hasattr(one, "indexer") and calls_table(one)]
-        if self._ring and (per_document(model) or self._exchanges or self._counting or self._indexed):
+        if self.ring and (per_document(model) or self._exchanges or self._counting or self._indexed):
             raise ValueError("it needs slices in the order of the tokens, which the ranks of a ring do not hold")
 
     @contextmanager
@@ -129,8 +129,8 @@ class Ulysses:
 
     def part(self, whole: Tensor) -> Tensor:
         """Returns this rank's part of whole sequences, [batch, T, …] → [batch, T / size, …]."""
-        if self._ring:
-            whole = _in_order(whole, zigzag(self._ring.size))
+        if self.ring:
+            whole = _in_order(whole, zigzag(self.ring.size))
         return whole.view(len(whole), self.size, -1, *whole.shape[2:])[:, self.rank].contiguous()
 
     def receive(self, position_ids: Tensor) -> None:
@@ -141,9 +141,9 @@ class Ulysses:
     def _whole(self, part: Tensor) -> Tensor:
         """Joins the slices of all ranks, [batch, T / size, …] → [batch, T, …]; differentiable."""
         joined = self._all_to_all([part] * self.size, join=1)
-        if self._ring is None:
+        if self.ring is None:
             return joined
-        order = zigzag(self._ring.size)
+        order = zigzag(self.ring.size)
         return _in_order(joined, [order.index(block) for block in range(len(order))])
 
     @contextmanager
@@ -195,8 +195,8 @@ class Ulysses:
         share = _HeadShare(module, query.shape[1] // key.shape[1], own_sinks)
         if "s_aux" in kwargs:  # the sinks again, as a fused kernel takes them
             kwargs["s_aux"] = share.sinks
-        if self._ring:
-            return self._exchange(self._ring.attend(share, query, key, value, **kwargs), split=1, join=2), None
+        if self.ring:
+            return self._exchange(self.ring.attend(share, query, key, value, **kwargs), split=1, join=2), None
         chosen = kwargs.pop("indices", None)
         if chosen is not None:
             attention_mask = _without_others(attention_mask, self._whole(chosen), key.shape[2])
