@@ -120,7 +120,7 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     if "compiled" in (kernels.blocks, kernels.loss):
         share_compiler_threads(plan.cluster.devices_per_node)
     if kernels.blocks == "compiled":
-        compile_layers(model, recipe.model.attention_kernel)
+        compile_layers(model, recipe.model.attention_kernel, is_ring=plan.sequence_ring > 1)
     elif kernels.blocks == "liger":
         liger.use_liger_layers(model)
     if recipe.parallel.tiled_mlp:

@@ -67,12 +67,13 @@ compiling: Callable[[], AbstractContextManager[object]] = nullcontext
 takes long."""
 
 
-def compile_layers(model: PreTrainedModel, attention: str) -> None:
+def compile_layers(model: PreTrainedModel, attention: str, is_ring: bool = False) -> None:
     """Compiles each decoder layer of a model, or of a stage of it, at its first call.
 
     attention: the model's attention implementation. If it is known not to break the graph, a layer must compile to one
     graph, or compilation fails. Otherwise a layer compiles to two graphs, with the attention running eagerly between
-    them, as does a part that computes each document on its own.
+    them, as does a part that computes each document on its own. is_ring: whether ranks compute attention in a ring,
+    which runs eagerly, too.
     """
     if attention not in TRACED and ALL_ATTENTION_FUNCTIONS[attention] is not _eager.get(attention):
         # Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which
@@ -82,7 +83,7 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
     keep_graphs_whole()
     for layer in decoder_layers(model)[1]:
         if not isinstance(layer, Placeholder):
-            layer.forward = _compiled_layer(layer, attention)
+            layer.forward = _compiled_layer(layer, attention, is_ring=is_ring)
 
 
 def share_compiler_threads(ranks: int) -> None:
@@ -110,9 +111,13 @@ def compiled_loss(on_cpu: bool, of_tokens: bool = False) -> Callable[[Tensor, Te
 
 
 def _compiled_layer(
-    layer: nn.Module, attention: str, backend: Compiled | str | None = None, limit: int = MAX_COMPILED_VARIANTS
+    layer: nn.Module,
+    attention: str,
+    backend: Compiled | str | None = None,
+    limit: int = MAX_COMPILED_VARIANTS,
+    is_ring: bool = False,
 ) -> Compiled:
-    is_whole = attention in WHOLE_GRAPH and not per_document(layer)
+    is_whole = attention in WHOLE_GRAPH and not per_document(layer) and not is_ring
     compiled = _compiled(layer.forward, is_whole, backend, limit)
     return varying_documents(compiled) if attention == VARLEN else compiled
 

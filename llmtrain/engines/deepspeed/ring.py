@@ -117,6 +117,7 @@ class Ring:
         self.rank: int = dist.get_rank(group)
         self._turns: WeakKeyDictionary[Rows, dict[int | None, Turn]] = WeakKeyDictionary()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
         self,
         module: nn.Module,

@@ -59,7 +59,7 @@ def sequence_ring(draft: Draft) -> Iterator[Fault]:
     """Refuses rings that do not divide the sequence parallel ranks, or sequences into two equal blocks for each group
     of ranks, and models whose parts need contiguous slices. Each rank of a ring holds an early and a late block, so
     that causal attention takes all of them equally long. Blocks are combined by their log-sum-exp, which of the
-    attention implementations `varlen` computes, outside of the graph of a compiled layer."""
+    attention implementations `varlen` computes."""
     recipe, facts, degree = draft.recipe, draft.facts, draft.parallel.sequence
     ring, length = ring_degree(draft.parallel, facts), recipe.data.sequence_length
     if degree % ring:
@@ -84,9 +84,6 @@ def sequence_ring(draft: Draft) -> Iterator[Fault]:
     if recipe.model.attention_kernel != "varlen":
         message = f"{needed} needs model.attention 'varlen', not '{recipe.model.attention_kernel}'"
         yield Fault(field, message, f"{fix}, or {assignment(model__attention='varlen')}")
-    if recipe.kernels.blocks == "compiled":
-        message = f"{needed} breaks the graph of a compiled layer"
-        yield Fault(field, message, f"{fix}, or {assignment(kernels__blocks='auto')}")
 
 
 @rule("layout.expert", "arithmetic", axis=EXPERT)

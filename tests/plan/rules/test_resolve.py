@@ -142,7 +142,10 @@ REFUSED = [
     ("layout.sequence_ring", {**RING, "parallel.sequence_ring": 3}),
     ("layout.sequence_ring", {**RING, "data.sequence_length": 252, "parallel.sequence_ring": 4}),
     ("layout.sequence_ring", {**RING, "model.attention": "sdpa"}),
-    ("layout.sequence_ring", {**RING, "kernels.blocks": "compiled"}),
+    (
+        "recompute.selective",
+        {**RING, "kernels.blocks": "compiled", "parallel.activation_checkpointing": "selective"},
+    ),
     ("layout.sequence_ring", {**RING, "model.architecture": "qwen3_5_text", "model.config": {}, "parallel.sequence_ring": 2}),
     ("layout.sequence_ring", {"parallel.sequence_ring": 2}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
