@@ -74,7 +74,7 @@ def take(states: Tensor, spans: Sequence[Span]) -> Tensor:
 
 def add(total: Tensor, spans: Sequence[Span], part: Tensor) -> None:
     """Adds [tokens of the spans, …] to these tokens of a sum."""
-    for (first, length), values in zip(spans, part.split([length for _, length in spans]), strict=True):
+    for (first, length), values in zip(spans, torch.split(part, [length for _, length in spans]), strict=True):
         total.narrow(0, first, length).add_(values)
 
 
@@ -94,7 +94,7 @@ class Combined:
         states = take(query, part.query_spans), take(key, part.key_spans), take(value, part.key_spans)
         output, log_sums = _attention(part, *states, scale)
         lengths = [length for _, length in part.query_spans]
-        each = zip(part.query_spans, output.split(lengths), log_sums.split(lengths, dim=1), strict=True)
+        each = zip(part.query_spans, torch.split(output, lengths), torch.split(log_sums, lengths, dim=1), strict=True)
         for (first, length), added, added_sums in each:
             sums, total = self.log_sums.narrow(1, first, length), self.output.narrow(0, first, length)
             whole = torch.logaddexp(sums, added_sums)
@@ -146,7 +146,7 @@ def gradients(
     offset = 0
     for number, (query, key, value) in enumerate(_spans(part, *states)):
         here = slice(offset, offset := offset + part.queries[number][1])
-        sums = log_sums[:, here].unflatten(0, query.shape[:2])
+        sums = log_sums[:, here].reshape(*query.shape[:2], -1)
         weights = (_scores(part, number, query, key, scale) - sums[..., None]).exp()
         given, computed = (_by_head(each[here], len(key)) for each in (gradient, output))
         of_scores = weights * (given @ value.mT - (given * computed).sum(-1, keepdim=True)) * scale
@@ -159,13 +159,13 @@ def gradients(
 def _spans(part: Part, query: Tensor, key: Tensor, value: Tensor) -> list[tuple[Tensor, ...]]:
     """Returns the states of each pair of spans by heads, see `_by_head`, in fp32."""
     of_queries, of_keys = ([length for _, length in spans] for spans in (part.queries, part.keys))
-    each = zip(query.split(of_queries), key.split(of_keys), value.split(of_keys), strict=True)
+    each = zip(torch.split(query, of_queries), torch.split(key, of_keys), torch.split(value, of_keys), strict=True)
     return [tuple(_by_head(states, key.shape[1]) for states in spans) for spans in each]
 
 
 def _by_head(states: Tensor, key_heads: int) -> Tensor:
     """[tokens, heads, width] → [key heads, heads that share a key, tokens, width]."""
-    return states.float().unflatten(1, (key_heads, -1)).permute(1, 2, 0, 3)
+    return states.float().reshape(len(states), key_heads, -1, states.shape[-1]).permute(1, 2, 0, 3)
 
 
 def _by_token(states: Tensor) -> Tensor:

@@ -146,6 +146,7 @@ def no_mask(*sizes: Any, attention_mask: Tensor | None = None, use_vmap: bool = 
 def require_supported(
     query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, causal: bool, others: dict[str, Any]
 ) -> None:
+    """Raises ValueError for kinds of attention that the kernels do not compute. Arguments as `varlen_attention`."""
     reasons = [why for name, why in _UNSUPPORTED.items() if others.get(name) is not None]
     if dropout:
         reasons.append(f"has attention dropout of {dropout:g}, which the kernel does not support")

@@ -100,7 +100,7 @@ SEQUENCE = Axis(
     "sequence",
     "sp",
     frozenset({"tokens"}),
-    "Ulysses splits the sequence across ranks, and within attention the heads (arXiv 2309.14509); a ring splits no heads.",
+    "Ulysses splits the sequence across ranks, and within attention the heads (arXiv 2309.14509); a ring does not.",
     _sequence_limits,
 )
 EXPERT = Axis(

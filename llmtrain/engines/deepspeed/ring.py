@@ -1,8 +1,8 @@
 """Ring attention (arXiv 2310.01889): keys and values pass from rank to rank, and meet the queries of each.
 
-Sequences are cut into twice as many blocks as a ring has ranks. Rank r of R holds block r and block 2·R - 1 - r, so that
-all ranks have as many pairs of a query and an earlier key (zigzag). While a rank computes, the keys and values of the
-next blocks arrive. In the backward pass they go around once more, and their gradients, summed in fp32, travel with them.
+Sequences are cut into twice as many blocks as a ring has ranks. Rank r of R holds blocks r and 2·R - 1 - r (zigzag), so
+that all ranks have as many pairs of a query and an earlier key. While a rank computes, the keys and values of the next
+blocks arrive. In the backward pass they go around once more, and their gradients, summed in fp32, travel with them.
 
 Blocks of the same document attend to each other. Which tokens these are follows from the boundaries of the documents,
 which are known on the host, so the kernels need no masks, and pairs of blocks without a document in common no kernels.
@@ -64,9 +64,7 @@ def parts_of(documents: Documents, length: int, rank: int, ranks: int, window: i
     return hops
 
 
-def _diagonal(
-    bounds: list[int], length: int, own: tuple[int, int], rows: int, block: int, window: int | None
-) -> Part:
+def _diagonal(bounds: list[int], length: int, own: tuple[int, int], rows: int, block: int, window: int | None) -> Part:
     """Returns the attention within the blocks of a rank."""
     spans: list[Span] = []
     for row, (half, number) in itertools.product(range(rows), enumerate(own)):
@@ -150,7 +148,7 @@ class Ring:
         sinks = None if s_aux is None else s_aux.float()
         turn = self._turn(sliding_window)
         output: Tensor = _ring_operator(*states, sinks, turn.number, scale)[0]
-        return output[..., :kept].unflatten(0, (batch, tokens))
+        return output.view(batch, tokens, *output.shape[1:])[..., :kept]
 
     def _turn(self, window: int | None) -> Turn:
         rows = active_rows()
@@ -246,7 +244,7 @@ def _ring_gradients(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tenso
                 total.add_(each)
         wait_for_gradients = ring.pass_on(*of_theirs)
         if wait:
-            theirs = wait()  # type: ignore[assignment]
+            theirs = wait()
     assert wait_for_gradients is not None
     of_key, of_value = wait_for_gradients()
     of_sinks = None if sinks is None else sink_gradients(gradient, output, log_sums, sinks)

@@ -16,8 +16,8 @@ from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis
-from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.engines.deepspeed.ring import Group
+from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.engines.deepspeed.ulysses import Ulysses
 from llmtrain.models import model_configuration
 

@@ -44,7 +44,7 @@ WAIT = timedelta(seconds=60)
 def check_sequence(config: PreTrainedConfig, attention: str, head_ranks: int = 2, ring: int = 1) -> None:
     """Compares a tiny copy of a model on two ranks with itself on one; called by every rank of the run.
 
-    head_ranks, ring: how many ranks share heads, and how many form a ring. Two ranks represent any number, because all
+    head_ranks, ring: how many ranks divide heads, and how many form a ring. Two ranks represent any number, because all
     boundaries between slices are treated alike; if there are both kinds, they do each. The check runs on the CPU,
     in fp32, without dropout, with packed documents, and leaves the random state unchanged. Raises FamilyError, on
     every rank, if logits, auxiliary loss or gradients differ.
@@ -104,7 +104,8 @@ def compare_sliced_sequences(
 ) -> str:
     """Returns why the model of `config` differs if the ranks of `group` share its sequences; empty if it does not.
 
-    is_ring: whether they form a ring instead of sharing heads. batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. Uses torch's generator.
+    batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. is_ring: whether they form a
+    ring instead of dividing heads. Uses torch's generator.
     """
     try:
         whole = build_kept_apart(config, attention).train()

@@ -1,9 +1,9 @@
 """Ulysses (arXiv 2309.14509) around the attention of any `transformers` model, by DeepSpeed's all-to-all.
 
 Each rank of a group holds a slice of the sequence. Around attention, each rank exchanges slices of its heads for the
-other ranks' tokens, so that it attends over the whole sequence with its share of the heads. If there are more ranks than
-heads can be divided among, groups of ranks form a ring: each exchanges heads for the tokens of the group, and attends to
-those of the other groups as they pass by (`ring.py`).
+other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Where the ranks do not
+divide the heads, groups of them form a ring: a group exchanges heads for its own tokens, and attends to those of other
+groups as they pass by (`ring.py`).
 
 Whatever else a model computes from all tokens is also computed for the whole sequence: attention masks, and the loss of
 a router. Recurrences and convolutions gather the tokens that the rank's slice depends on (`llmtrain.models.documents`).
@@ -60,8 +60,8 @@ class Ulysses:
     """
 
     def __init__(self, model: PreTrainedModel, group: Group, heads: Group = None, ring: Group = None) -> None:
-        """group: the ranks that share sequences. heads, ring: those of them that share heads and those that form a ring
-        with this rank; by default all share heads. Raises ValueError for a model that needs slices in order."""
+        """group: the ranks that share sequences. heads, ring: those of them with which this rank divides heads, and forms
+        a ring; by default all divide heads. Raises ValueError for a model whose slices must be in order."""
         self.group = group
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
@@ -209,7 +209,7 @@ class Ulysses:
         return self._exchange(output, split=1, join=2), None
 
     def _exchange(self, states: Tensor, split: int, join: int) -> Tensor:
-        """Sends slice r along `split` to rank r that shares heads, and joins the received ones along `join`."""
+        """Sends slice r along `split` to rank r of those that divide heads, and joins the received ones along `join`."""
         if self._head_ranks == 1:
             return states
         return self._all_to_all(states.chunk(self._head_ranks, dim=split), join, self._heads_name)
@@ -256,7 +256,7 @@ class _Slices:
 
 def _in_order(rows: Tensor, blocks: Sequence[int]) -> Tensor:
     """Puts the blocks of rows [batch, T, …], equally many tokens each, in another order."""
-    return rows.unflatten(1, (len(blocks), -1))[:, blocks].flatten(1, 2)
+    return rows.reshape(len(rows), len(blocks), -1, *rows.shape[2:])[:, blocks].flatten(1, 2)
 
 
 def _counts_positions(module: nn.Module) -> bool:

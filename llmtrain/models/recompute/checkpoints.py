@@ -42,7 +42,13 @@ PRODUCTS = frozenset(
 )
 """Operations whose results `selective` keeps, in addition to those of attention: products, and the tokens that arrive
 from other ranks."""
-ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn", "llmtrain::varlen", "llmtrain::ring")
+ATTENTION = (
+    "aten::_scaled_dot_product_",
+    "flash_attn",
+    "torch_attn::_varlen_attn",
+    "llmtrain::varlen",
+    "llmtrain::ring",
+)
 """Prefixes of the names of attention kernels. flash-attn registers its operations under `flash_attn` and similar."""
 
 

@@ -72,7 +72,10 @@ def sequence_ring(draft: Draft) -> Iterator[Fault]:
     if facts is not None and facts.heads % draft.parallel.tensor == 0:
         heads = facts.heads // draft.parallel.tensor
         if heads % degree:
-            field, fix = "parallel.sequence", f"use {_or([one for one in divisors_near(heads, degree) if one <= degree])}"
+            field, fix = (
+                "parallel.sequence",
+                f"use {_or([one for one in divisors_near(heads, degree) if one <= degree])}",
+            )
             needed = f"{degree} ranks divide {heads} heads only with {needed}, which"
     if length % (2 * ring):
         message = f"{needed} cuts sequences into {2 * ring} equal blocks, and {length} tokens are not divisible by that"

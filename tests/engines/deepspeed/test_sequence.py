@@ -142,7 +142,11 @@ def test_the_router_loss_changes_the_reference():
 QUADS = [(2, 1, 1, {}), (2, 3, 2, {}), (2, 1, 2, SGD), (2, 3, 1, SGD), (2, 0, 2, SGD), (4, 2, 2, {}), (4, 3, 1, SGD)]
 TWO_HEADS = {"model.config.num_attention_heads": 2, "model.attention": "varlen"}
 """Two of four ranks divide them, and pairs of ranks form a ring."""
-QUADS += [(4, 0, 1, TWO_HEADS), (4, 3, 1, TWO_HEADS), (4, 1, 1, {"parallel.sequence_ring": 4, "model.attention": "varlen"})]
+QUADS += [
+    (4, 0, 1, TWO_HEADS),
+    (4, 3, 1, TWO_HEADS),
+    (4, 1, 1, {"parallel.sequence_ring": 4, "model.attention": "varlen"}),
+]
 
 
 @pytest.mark.slow

@@ -146,7 +146,10 @@ REFUSED = [
         "recompute.selective",
         {**RING, "kernels.blocks": "compiled", "parallel.activation_checkpointing": "selective"},
     ),
-    ("layout.sequence_ring", {**RING, "model.architecture": "qwen3_5_text", "model.config": {}, "parallel.sequence_ring": 2}),
+    (
+        "layout.sequence_ring",
+        {**RING, "model.architecture": "qwen3_5_text", "model.config": {}, "parallel.sequence_ring": 2},
+    ),
     ("layout.sequence_ring", {"parallel.sequence_ring": 2}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
     ("layout.expert", {"parallel.expert": 2}),
