@@ -104,8 +104,8 @@ def compare_sliced_sequences(
 ) -> str:
     """Returns why the model of `config` differs if the ranks of `group` share its sequences; empty if it does not.
 
-    batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. is_ring: whether they form a
-    ring instead of dividing heads. Uses torch's generator.
+    batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. is_ring: whether they
+    form a ring instead of dividing heads. Uses torch's generator.
     """
     try:
         whole = build_kept_apart(config, attention).train()

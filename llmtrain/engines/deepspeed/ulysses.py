@@ -60,8 +60,8 @@ class Ulysses:
     """
 
     def __init__(self, model: PreTrainedModel, group: Group, heads: Group = None, ring: Group = None) -> None:
-        """group: the ranks that share sequences. heads, ring: those of them with which this rank divides heads, and forms
-        a ring; by default all divide heads. Raises ValueError for a model whose slices must be in order."""
+        """group: the ranks that share sequences. heads, ring: those with which this rank divides heads, and those with
+        which it forms a ring; by default all divide heads. Raises ValueError if slices of the model must be in order."""
         self.group = group
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
@@ -209,7 +209,7 @@ class Ulysses:
         return self._exchange(output, split=1, join=2), None
 
     def _exchange(self, states: Tensor, split: int, join: int) -> Tensor:
-        """Sends slice r along `split` to rank r of those that divide heads, and joins the received ones along `join`."""
+        """Sends slice r along `split` to the r-th rank that divides heads, and joins what it receives along `join`."""
         if self._head_ranks == 1:
             return states
         return self._all_to_all(states.chunk(self._head_ranks, dim=split), join, self._heads_name)
