@@ -61,7 +61,7 @@ class Ulysses:
 
     def __init__(self, model: PreTrainedModel, group: Group, heads: Group = None, ring: Group = None) -> None:
         """group: the ranks that share sequences. heads, ring: those with which this rank divides heads, and those with
-        which it forms a ring; by default all divide heads. Raises ValueError if slices of the model must be in order."""
+        which it forms a ring; by default all divide heads. Raises ValueError if its slices must be in order."""
         self.group = group
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
