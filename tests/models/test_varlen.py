@@ -212,7 +212,7 @@ def test_boundaries_that_do_not_reach_attention_are_detected(monkeypatch):
 
 
 def test_chunks_that_are_not_cut_are_detected(monkeypatch):
-    monkeypatch.setattr(varlen, "_chunk_size", lambda module: None)
+    monkeypatch.setattr(varlen, "chunk_size", lambda module: None)
     with pytest.raises(FamilyError, match="logits deviate from those of 'eager'"):
         check_attention(AutoConfig.for_model("llama4_text"), "varlen")
 
