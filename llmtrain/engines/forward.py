@@ -116,13 +116,13 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     recipe, kernels = plan.recipe, plan.recipe.kernels
     if recipe.data.has_document_mask or recipe.parallel.sequence > 1:
         keep_apart(model, mixing_parts(model.config))
-    use_recomputation(model, recipe.parallel)
+    use_recomputation(model, recipe.parallel, is_ring=plan.sequence_ring > 1)
     if kernels.fp8 != "off":
         precision.use_fp8(model, kernels.fp8)
     if "compiled" in (kernels.blocks, kernels.loss):
         share_compiler_threads(plan.cluster.devices_per_node)
     if kernels.blocks == "compiled":
-        compile_layers(model, recipe.model.attention_kernel)
+        compile_layers(model, recipe.model.attention_kernel, is_ring=plan.sequence_ring > 1)
     elif kernels.blocks == "liger":
         liger.use_liger_layers(model)
     if recipe.parallel.tiled_mlp:

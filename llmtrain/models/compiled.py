@@ -69,12 +69,13 @@ compiling: Callable[[], AbstractContextManager[object]] = nullcontext
 takes long."""
 
 
-def compile_layers(model: PreTrainedModel, attention: str) -> None:
+def compile_layers(model: PreTrainedModel, attention: str, is_ring: bool = False) -> None:
     """Compiles each decoder layer of a model, or of a stage of it, at its first call.
 
     attention: the model's attention implementation. If it is known not to break the graph, a layer must compile to one
     graph, or compilation fails. Otherwise a layer compiles to two graphs, with the attention running eagerly between
-    them, as does a part that computes each document on its own.
+    them, as does a part that computes each document on its own. is_ring: whether ranks compute attention in a ring,
+    which runs eagerly, too.
     """
     if attention not in TRACED and ALL_ATTENTION_FUNCTIONS[attention] is not _eager.get(attention):
         # Otherwise the number of documents in a micro-batch and their lengths would be compiled into the graph, which
@@ -87,9 +88,10 @@ def compile_layers(model: PreTrainedModel, attention: str) -> None:
             continue
         forward = layer.forward
         if isinstance(forward, FullCheckpoint):
-            layer.forward = replace(forward, forward=_compiled_layer(layer, forward.forward, attention))
+            compiled = _compiled_layer(layer, forward.forward, attention, is_ring=is_ring)
+            layer.forward = replace(forward, forward=compiled)
         else:
-            layer.forward = _compiled_layer(layer, forward, attention)
+            layer.forward = _compiled_layer(layer, forward, attention, is_ring=is_ring)
 
 
 def share_compiler_threads(ranks: int) -> None:
@@ -122,8 +124,9 @@ def _compiled_layer(
     attention: str,
     backend: Compiled | str | None = None,
     limit: int = MAX_COMPILED_VARIANTS,
+    is_ring: bool = False,
 ) -> Compiled:
-    is_whole = attention in WHOLE_GRAPH and not per_document(layer)
+    is_whole = attention in WHOLE_GRAPH and not per_document(layer) and not is_ring
     compiled = _compiled(forward, is_whole, backend, limit)
     return varying_documents(compiled) if attention == VARLEN else compiled
 

@@ -162,6 +162,11 @@ def sequences_in_slices(slices: Slices | None) -> Iterator[None]:
         _active.slices = before
 
 
+def active_rows() -> Rows | None:
+    """Returns the documents of the running forward pass, or recomputation."""
+    return _active.rows
+
+
 def holds_slices() -> bool:
     """Whether the running part of a model is given slices of sequences."""
     return _active.slices is not None

@@ -99,14 +99,14 @@ def varlen_attention(
     kinds of attention.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    _require_supported(query, key, attention_mask, dropout, causal, others)
+    require_supported(query, key, attention_mask, dropout, causal, others)
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError("the document boundaries do not reach its attention")
     rows, _, length, width = query.shape
-    chunk = _chunk_size(module)
+    chunk = chunk_size(module)
     if chunk is not None and chunk < length:
         cu_seq_lens_q, max_length_q = _cut_chunks(cu_seq_lens_q, max_length_q, rows, length, chunk)
-    states = (_flatten_batch(query), _flatten_batch(key), _flatten_batch(value))
+    states = (flatten_batch(query), flatten_batch(key), flatten_batch(value))
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.to(torch.promote_types(states[0].dtype, torch.float32))
     if query.is_cuda:
@@ -119,7 +119,7 @@ def varlen_attention(
     return output.view(rows, length, *output.shape[1:]), None
 
 
-def _chunk_size(module: nn.Module) -> int | None:
+def chunk_size(module: nn.Module) -> int | None:
     """Returns how many tokens of a row attend to each other in this layer; None if there is no limit (Llama 4)."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds: list[str] | None = getattr(config, "layer_types", None)
@@ -143,9 +143,10 @@ def no_mask(*sizes: Any, attention_mask: Tensor | None = None, use_vmap: bool = 
         raise ValueError("it has a mask of its own")
 
 
-def _require_supported(
+def require_supported(
     query: Tensor, key: Tensor, mask: Tensor | None, dropout: float, causal: bool, others: dict[str, Any]
 ) -> None:
+    """Raises ValueError for kinds of attention that the kernels do not compute. Arguments as `varlen_attention`."""
     reasons = [why for name, why in _UNSUPPORTED.items() if others.get(name) is not None]
     if dropout:
         reasons.append(f"has attention dropout of {dropout:g}, which the kernel does not support")
@@ -157,7 +158,7 @@ def _require_supported(
         raise ValueError("it " + " and ".join(reasons))
 
 
-def _flatten_batch(states: Tensor) -> Tensor:
+def flatten_batch(states: Tensor) -> Tensor:
     """Reshapes [batch, heads, T, dim] to [batch · T, heads, dim], in the dtype that autocast would compute in."""
     device = states.device.type
     if torch.is_autocast_enabled(device):
@@ -244,15 +245,9 @@ def _attend_by_kernel(
     window: int | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Runs torch's kernel, which requires equal head sizes that are multiples of 8.
-
-    Padding with zeros changes neither scores nor sums. With sinks, only the operator has the whole gradient.
-    """
-    if query.dtype not in KERNEL_TYPES:
-        raise ValueError(f"the kernel computes in bf16 or fp16, not in {query.dtype}")
-    width, kept = query.shape[-1], value.shape[-1]
-    padded = -(-max(width, kept) // KERNEL_STEP) * KERNEL_STEP
-    query, key, value = (functional.pad(states, (0, padded - states.shape[-1])) for states in (query, key, value))
+    """Runs torch's kernel. With sinks, only the operator has the whole gradient."""
+    kept = value.shape[-1]
+    query, key, value = padded_for_kernel(query, key, value)
     output: Tensor
     if sinks is not None and isinstance(longest, int):
         longest = torch.tensor([longest])
@@ -263,22 +258,49 @@ def _attend_by_kernel(
     return output[..., :kept]
 
 
+def padded_for_kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """Fills heads up for torch's kernel, which requires equal sizes that are multiples of 8.
+
+    Padding with zeros changes neither scores nor sums. Raises ValueError for a dtype that the kernel does not support.
+    """
+    if query.dtype not in KERNEL_TYPES:
+        raise ValueError(f"the kernel computes in bf16 or fp16, not in {query.dtype}")
+    padded = -(-max(query.shape[-1], value.shape[-1]) // KERNEL_STEP) * KERNEL_STEP
+    return tuple(functional.pad(states, (0, padded - states.shape[-1])) for states in (query, key, value))
+
+
 def _kernel(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor]:
     """Returns attention and its log-sum-exp."""
+    reach = _window_size(window, longest)
+    return varlen_kernel(query, key, value, (bounds, bounds), (longest, longest), scale, reach)
+
+
+def varlen_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    scale: float,
+    window: tuple[int, int],
+) -> tuple[Tensor, Tensor]:
+    """Returns attention and its log-sum-exp, [heads, tokens], by torch's kernel.
+
+    bounds, longest: of the documents, in the queries and in the keys. window: how many keys before and after the one at
+    the same distance from the end of the document a query sees; -1 means all of them.
+    """
     groups: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if GROUPS_ANNOUNCED else {}
     output, log_sums = varlen_attn(
         query,
         key,
         value,
-        bounds,
-        bounds,
-        longest,
-        longest,
+        *bounds,
+        *longest,
         return_aux=AuxRequest(lse=True),
         scale=scale,
-        window_size=_window_size(window, longest),
+        window_size=window,
         **groups,
     )
     return output, log_sums
@@ -289,7 +311,7 @@ def _window_size(window: int | None, longest: int) -> tuple[int, int]:
     return (-1 if window is None or window >= longest else window - 1), 0
 
 
-def _with_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+def with_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """Returns attention [tokens, heads, head_dim] and its log-sum-exp [heads, tokens] with the sinks [heads] added.
 
     A sink is another key, whose value is zero: it only makes the weights of the others smaller.
@@ -300,7 +322,7 @@ def _with_sinks(output: Tensor, log_sums: Tensor, sinks: Tensor | None) -> tuple
     return (output * (log_sums - whole).exp().T[..., None]).to(output.dtype), whole
 
 
-def _sink_gradients(gradient: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
+def sink_gradients(gradient: Tensor, output: Tensor, log_sums: Tensor, sinks: Tensor) -> Tensor:
     """Returns the gradients of the sinks [heads]. output, log_sums: with the sinks.
 
     The gradient of the score of a key is its weight · (gradient · (its value - output)), and the value of a sink is 0.
@@ -328,10 +350,10 @@ def varlen_operator(
     documents are computed one at a time.
     """
     if query.is_cuda:
-        return _with_sinks(*_kernel(query, key, value, bounds, int(longest), scale, window), sinks)
+        return with_sinks(*_kernel(query, key, value, bounds, int(longest), scale, window), sinks)
     if not cpu.has_kernel_for(query):
         return _attend_per_document(query, key, value, bounds, scale, window, sinks), query.new_empty(0)
-    return _with_sinks(*cpu.attention(query, key, value, bounds, scale, window), sinks)
+    return with_sinks(*cpu.attention(query, key, value, bounds, scale, window), sinks)
 
 
 @varlen_operator.register_fake
@@ -375,7 +397,8 @@ def _varlen_backward_operator(
     if query.is_cuda:
         reach = _window_size(window, int(longest))
         states = (query, key, value)
-        gradients = varlen_backward(gradient, states, output, log_sums, bounds, int(longest), scale, reach)
+        both = (bounds, bounds), (int(longest), int(longest))
+        gradients = varlen_backward(gradient, states, output, log_sums, *both, scale, reach)
     elif cpu.has_kernel_for(query):
         gradients = cpu.attention_gradients(gradient, query, key, value, bounds, output, log_sums, scale, window)
     else:
@@ -385,7 +408,7 @@ def _varlen_backward_operator(
 
         inputs = (query, key, value) if sinks is None else (query, key, value, sinks)
         return [each.contiguous() for each in torch.func.vjp(attend, *inputs)[1](gradient)]
-    return [*gradients, *([] if sinks is None else [_sink_gradients(gradient, output, log_sums, sinks)])]
+    return [*gradients, *([] if sinks is None else [sink_gradients(gradient, output, log_sums, sinks)])]
 
 
 @_varlen_backward_operator.register_fake

@@ -181,12 +181,15 @@ def varlen_backward(
     states: tuple[Tensor, Tensor, Tensor],
     output: Tensor,
     log_sums: Tensor,
-    bounds: Tensor,
-    longest: int,
+    bounds: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
     scale: float,
     window: tuple[int, int],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of the states of `varlen_attn`, by the same kernel call as in torch's backward formula."""
+    """Returns the gradients of the states of `varlen_attn`, by the same kernel call as in torch's backward formula.
+
+    bounds, longest: of the queries and of the keys.
+    """
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=gradient.device)
     is_causal = window == (-1, 0)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.torch_attn._varlen_attn_backward(
@@ -194,10 +197,8 @@ def varlen_backward(
         *states,
         output,
         log_sums,
-        bounds,
-        bounds,
-        longest,
-        longest,
+        *bounds,
+        *longest,
         is_causal,
         no_dropout,
         scale,

@@ -66,8 +66,18 @@ def _sequence_limits(recipe: Recipe, facts: ModelFacts | None, data: int) -> Ite
     if any(number % tensor for _, number in _tensor_limits(recipe, facts, data)):
         return  # the ranks would have different numbers of heads
     if facts is not None:
-        heads = facts.heads // tensor
-        yield f"{'the model' if tensor == 1 else 'a tensor parallel rank'}'s {heads} heads", heads
+        heads, ring = facts.heads // tensor, ring_degree(recipe.parallel, facts)
+        times = f" × a ring of {ring}" if ring > 1 else ""
+        yield f"{'the model' if tensor == 1 else 'a tensor parallel rank'}'s {heads} heads{times}", heads * ring
+
+
+def ring_degree(parallel: ParallelConfig, facts: ModelFacts | None) -> int:
+    """Returns how many of the groups that divide heads form a ring; by default as few as the heads of a rank allow."""
+    if parallel.sequence_ring is not None:
+        return parallel.sequence_ring
+    if facts is None or facts.heads % parallel.tensor or facts.kv_heads % parallel.tensor:
+        return 1
+    return parallel.sequence // math.gcd(parallel.sequence, facts.heads // parallel.tensor)
 
 
 def _expert_limits(recipe: Recipe, facts: ModelFacts | None, data: int) -> Iterator[tuple[str, int]]:
@@ -90,7 +100,7 @@ SEQUENCE = Axis(
     "sequence",
     "sp",
     frozenset({"tokens"}),
-    "Ulysses splits the sequence across ranks, and within attention the heads (arXiv 2309.14509).",
+    "Ulysses splits the sequence across ranks, and within attention the heads (arXiv 2309.14509); a ring does not.",
     _sequence_limits,
 )
 EXPERT = Axis(

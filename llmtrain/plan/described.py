@@ -33,6 +33,7 @@ def split_lines(plan: Plan) -> list[str]:
     return [
         f"cluster  {cluster.nodes} × {cluster.devices_per_node} {cluster.device} = {cluster.world_size} {workers}",
         f"layout   {' × '.join(degrees)}, expert {plan.parallel.expert}, {sharding(plan)}, {plan.parallel.precision}",
+        *_sequence_lines(plan),
         *_residual_lines(plan),
         f"batch    {triangle(plan)}; {plan.batch.tokens_per_step:,} tokens a step{_examples(plan)}",
         *_objective_lines(plan),
@@ -45,6 +46,17 @@ def _objective_lines(plan: Plan) -> list[str]:
     """Names a loss of the user's own, and what it is a mean over."""
     objective = plan.recipe.objective
     return [f"loss     {objective.name}, a mean over each {objective.item}"] if objective.is_own else []
+
+
+def _sequence_lines(plan: Plan) -> list[str]:
+    """Says how attention divides its work among sequence parallel ranks, if they form a ring, and why."""
+    if plan.sequence_ring == 1:
+        return []
+    heads, tensor = plan.model.heads // plan.parallel.tensor, plan.parallel.tensor
+    chosen = f"{plan.parallel.sequence} do not divide the {heads} heads{' of a rank' if tensor > 1 else ''}"
+    why = chosen if plan.parallel.sequence_ring is None else "parallel.sequence_ring"
+    divided = f" × {plan.head_ranks} that divide the heads (Ulysses)" if plan.head_ranks > 1 else ""
+    return [f"sequence {plan.parallel.sequence} ranks = a ring of {plan.sequence_ring}{divided}: {why}"]
 
 
 def _residual_lines(plan: Plan) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model_parallel_size
+from llmtrain.plan.axes import AXES, DATA, INNERMOST_FIRST, Axis, Divided, model_parallel_size, ring_degree
 from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.own_code import OwnCode
@@ -124,6 +124,16 @@ class Plan(Part):
     def divisor(self, divided: Divided) -> int:
         """Returns the number by which the axes divide the layers, the matrices of a layer, and so on."""
         return math.prod(self.degree(axis) for axis in AXES if divided in axis.divides)
+
+    @property
+    def sequence_ring(self) -> int:
+        """The number of groups of sequence parallel ranks that form a ring; the ranks of a group divide the heads."""
+        return ring_degree(self.parallel, self.model)
+
+    @property
+    def head_ranks(self) -> int:
+        """The number of sequence parallel ranks that divide the heads while attention runs (Ulysses)."""
+        return self.parallel.sequence // self.sequence_ring
 
     @property
     def gradient_ranks(self) -> int:

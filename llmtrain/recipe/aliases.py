@@ -40,6 +40,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "parallel.sequence": (
         *("context_parallel_size", "sequence_parallel_size", "sequence_parallel_degree", "sp_size", "cp_size"),
     ),
+    "parallel.sequence_ring": ("ring_degree", "ring_attention", "ring_attn_func"),
     "parallel.expert": ("expert_parallel_size", "ep_size", "moe_expert_parallel_size"),
     "parallel.precision": ("bf16", "fp16", "tf32", "dtype", "torch_dtype", "mixed_precision", "bfloat16", "float16"),
     "parallel.grad_accum_dtype": ("data_types", "grad_dtype"),

@@ -45,6 +45,10 @@ class ParallelConfig(Part):
     attention and feed-forward."""
     sequence: PositiveInt = 1
     """Number of devices over which each sequence is divided (Ulysses, arXiv 2309.14509)."""
+    sequence_ring: PositiveInt | None = None
+    """Number of groups among the `sequence` devices that pass keys and values around a ring (arXiv 2310.01889), instead
+    of dividing the heads, which the devices of a group do. Default: the smallest one with which the heads can be
+    divided; 1 if `sequence` divides them."""
     expert: PositiveInt = 1
     """Number of devices over which the experts of a layer are distributed."""
     precision: Precision = "fp32"

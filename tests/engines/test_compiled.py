@@ -56,6 +56,7 @@ BREADTH = {
     "varlen, ZeRO-3, selective": COMPILED | VARLEN | SELECTIVE | {"parallel.zero_stage": 3},
     "varlen, adapters, ZeRO-3": COMPILED | VARLEN | ADAPTER | {"parallel.zero_stage": 3},
     "varlen, sequence, checkpointing": COMPILED | VARLEN | CHECKPOINTS | {"parallel.sequence": 2},
+    "ring, checkpointing": COMPILED | VARLEN | CHECKPOINTS | {"parallel.sequence": 2, "parallel.sequence_ring": 2},
     "varlen, stages, selective": COMPILED | VARLEN | SELECTIVE | STAGES,
     "varlen, FSDP2, selective": LAYERS | VARLEN | SELECTIVE | FSDP2,
     "GPT-2": COMPILED

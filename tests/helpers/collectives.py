@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from llmtrain.plan.predict.links import TransferKind
@@ -42,19 +42,30 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self.seen: list[Seen] = []
         self._exchange = dist.all_to_all_single
+        self._batch = dist.batch_isend_irecv
 
     def __enter__(self) -> Collectives:
         # DeepSpeed calls it within an operation of its own, where torch shows no operations.
         dist.all_to_all_single = self._exchanged
+        dist.batch_isend_irecv = self._sent  # a ring does so in its backward pass, too, outside of an operation
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         dist.all_to_all_single = self._exchange
+        dist.batch_isend_irecv = self._batch
         super().__exit__(*error)
 
     def _exchanged(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._see("all_to_all", input.nbytes, kwargs.get("group") or dist.group.WORLD)
         return self._exchange(output, input, *args, **kwargs)
+
+    def _sent(self, messages: list[dist.P2POp]) -> list[dist.Work]:
+        for one in messages:
+            if one.op is dist.isend:
+                self._see("p2p", one.tensor.nbytes, one.group or dist.group.WORLD)
+        with _disable_current_modes():
+            works: list[dist.Work] = self._batch(messages)
+            return works
 
     def _see(self, kind: TransferKind, size: int, group: dist.ProcessGroup) -> None:
         if group.size() > 1:

@@ -153,6 +153,8 @@ def _asked(plan: Plan) -> Did:
         "stages": parallel.pipeline,
         "tensor slices": parallel.tensor > 1,
         "sequence slices": parallel.sequence,
+        "attention": plan.recipe.model.attention_kernel,
+        "ring": plan.sequence_ring,
         "spread experts": parallel.expert > 1,
         "ZeRO stage": parallel.zero_stage,
         "ranks that keep parameters": parallel.hierarchical_partition,
@@ -173,9 +175,11 @@ def _did(engine: Any, plan: Plan, passes: float) -> Did:
     sharded = plan.parallel.zero_stage if any(isinstance(one, FSDPModule) for one in model.modules()) else 0
     return {
         "devices": dist.get_world_size() * len(getattr(getattr(engine, "distribution", None), "devices", [CPU])),
-        "stages": engine.module.num_stages if getattr(engine, "pipeline", None) else 1,
+        "stages": engine.module.num_stages if getattr(engine, "_pipeline", None) else 1,
         "tensor slices": any(shard_of(one) for one in model.parameters()),
         "sequence slices": ulysses.size if ulysses else 1,
+        "attention": "varlen" if ulysses and ulysses.ring else plan.recipe.model.attention_kernel,
+        "ring": ulysses.ring.size if ulysses and ulysses.ring else 1,
         "spread experts": any(not getattr(one, "allreduce", True) for one in model.parameters()),
         "ZeRO stage": inner.zero_optimization_stage() if is_deepspeed else sharded,
         "ranks that keep parameters": _neighbours(optimizer),

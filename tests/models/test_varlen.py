@@ -127,7 +127,7 @@ def test_torchs_kernel_gets_valid_arguments(monkeypatch, keys, width, values, wi
     monkeypatch.setattr(varlen, "varlen_attn", kernel)
     states = [state.detach() for state in _states(4, keys, width, values)]
     bounds = Documents.of(POSITIONS)
-    joined = [varlen._flatten_batch(state).bfloat16() for state in states]
+    joined = [varlen.flatten_batch(state).bfloat16() for state in states]
     output = varlen._attend_by_kernel(*joined, bounds.bounds, bounds.longest, width**-0.5, window)
     expected = _expected(*(state.bfloat16().float() for state in states), width**-0.5, window)
     # The weights, which add up to 1, and the sum are rounded to 8 bits; values go up to about 4.
@@ -155,7 +155,7 @@ def test_the_kernel_does_not_get_fp32():
 
 @pytest.mark.parametrize(("keys", "width", "values", "window"), [(4, 8, 8, None), (2, 8, 8, 3), (4, 12, 6, 50)])
 def test_the_operator_of_a_graph_changes_no_bit(keys, width, values, window):
-    states = [varlen._flatten_batch(state).detach().requires_grad_() for state in _states(4, keys, width, values)]
+    states = [varlen.flatten_batch(state).detach().requires_grad_() for state in _states(4, keys, width, values)]
     bounds = torch.tensor(BOUNDS, dtype=torch.int32)
     given = (*states, bounds, torch.tensor([12]), 0.3, window)
     output, _ = varlen_operator(*given)
@@ -212,7 +212,7 @@ def test_boundaries_that_do_not_reach_attention_are_detected(monkeypatch):
 
 
 def test_chunks_that_are_not_cut_are_detected(monkeypatch):
-    monkeypatch.setattr(varlen, "_chunk_size", lambda module: None)
+    monkeypatch.setattr(varlen, "chunk_size", lambda module: None)
     with pytest.raises(FamilyError, match="logits deviate from those of 'eager'"):
         check_attention(AutoConfig.for_model("llama4_text"), "varlen")
 

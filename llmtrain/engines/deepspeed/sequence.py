@@ -1,4 +1,4 @@
-"""Sequence parallelism (Ulysses, arXiv 2309.14509) × ZeRO 0 to 3 × data parallelism, and every other axis.
+"""Sequence parallelism (Ulysses, arXiv 2309.14509, and rings) × ZeRO 0 to 3 × data parallelism, and every other axis.
 
 Adjacent ranks read the same samples, and each takes its slice of every sequence. To DeepSpeed they are data parallel
 ranks: it averages gradients, takes the norm and shards states over them. DeepSpeed is given no sequence groups, because
@@ -16,8 +16,9 @@ from torch import distributed as dist
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.axis import EngineAxis
+from llmtrain.engines.deepspeed.ring import Group
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
-from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
+from llmtrain.engines.deepspeed.ulysses import Ulysses
 from llmtrain.models import model_configuration
 
 
@@ -27,12 +28,17 @@ class SequenceAxis(EngineAxis):
     def prepare(self, ds_config: dict[str, Any]) -> None:
         """Raises FamilyError for a model that computes something else on slices."""
         recipe = self.plan.recipe
-        check_sequence(model_configuration(recipe), recipe.model.attention_kernel)
+        degrees = self.plan.head_ranks, self.plan.sequence_ring
+        check_sequence(model_configuration(recipe), recipe.model.attention_kernel, *degrees)
 
     def attach(self, engine: DeepSpeedEngine) -> None:
         """Divides the attention of the model, or of this rank's stage, among the ranks of a sequence group."""
         model = engine.module.stages[0].model if self.plan.stages else engine.module
-        self.ulysses = Ulysses(model, self.sequence_parallel_group)
+        head_ranks, ring, tensor = self.plan.head_ranks, self.plan.sequence_ring, self.plan.parallel.tensor
+        # Ranks that divide heads are next to each other: they wait for what they send, and those of a ring do not.
+        heads = _strided_group(head_ranks, tensor) if ring > 1 and head_ranks > 1 else None
+        of_ring = _strided_group(ring, tensor * head_ranks) if ring > 1 else None
+        self.ulysses = Ulysses(model, self.sequence_parallel_group, heads, of_ring)
         if self.plan.stages:
             # Micro-batches are interleaved, so each forward pass provides the positions for its own masks.
             for stage in engine.module.stages:

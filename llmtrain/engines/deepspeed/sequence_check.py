@@ -19,7 +19,8 @@ from torch import distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.deepspeed.ulysses import Group, Ulysses
+from llmtrain.engines.deepspeed.ring import Group
+from llmtrain.engines.deepspeed.ulysses import Ulysses
 from llmtrain.engines.optim import gradient_of
 from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.runtime.distributed import is_alone
@@ -40,19 +41,22 @@ WAIT = timedelta(seconds=60)
 """Longest time that a rank waits for another rank whose model has failed."""
 
 
-def check_sequence(config: PreTrainedConfig, attention: str) -> None:
+def check_sequence(config: PreTrainedConfig, attention: str, head_ranks: int = 2, ring: int = 1) -> None:
     """Compares a tiny copy of a model on two ranks with itself on one; called by every rank of the run.
 
-    Two slices represent any number, because all boundaries between slices are treated alike. The check runs on the CPU,
+    head_ranks, ring: how many ranks divide heads, and how many form a ring. Two ranks represent any number, because all
+    boundaries between slices are treated alike; if there are both kinds, they do each. The check runs on the CPU,
     in fp32, without dropout, with packed documents, and leaves the random state unchanged. Raises FamilyError, on
     every rank, if logits, auxiliary loss or gradients differ.
     """
     if is_alone():
         return  # no other rank to compare with, and nothing is computed
+    kinds = [is_ring for is_ring, ranks in ((False, head_ranks), (True, ring)) if ranks > 1]
     reason = ""
     if dist.get_rank() < 2:
         with torch.random.fork_rng(devices=[]):
-            reason = _try_tiny_copy(config, attention, _pair())
+            reasons = (_try_tiny_copy(config, attention, _pair(), is_ring) for is_ring in kinds)
+            reason = next(filter(None, reasons), "")
     if reason := describe(gather(reason)):
         refused = f"sequences of {config.model_type} cannot be cut into slices"
         raise FamilyError("sequence.family", "parallel.sequence", 1, refused, reason)
@@ -73,12 +77,13 @@ def _pair() -> Group:
     return dist.new_group([0, 1], timeout=WAIT, backend="gloo", use_local_synchronization=True)
 
 
-def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group) -> str:
+def _try_tiny_copy(config: PreTrainedConfig, attention: str, group: Group, is_ring: bool) -> str:
     try:
         tiny = shrink_configuration(config)
     except (*MODEL_ERRORS, StrictDataclassError) as error:
         return f"no tiny copy can be made to compare with ({error})"
-    return compare_sliced_sequences(tiny, attention if attention in ("eager", "sdpa") else _with_masks(tiny), group)
+    attention = attention if attention in ("eager", "sdpa") else _with_masks(tiny)
+    return compare_sliced_sequences(tiny, attention, group, is_ring=is_ring)
 
 
 def _with_masks(config: PreTrainedConfig) -> str:
@@ -95,11 +100,12 @@ def _with_masks(config: PreTrainedConfig) -> str:
 
 
 def compare_sliced_sequences(
-    config: PreTrainedConfig, attention: str, group: Group, batch: MicroBatch | None = None
+    config: PreTrainedConfig, attention: str, group: Group, batch: MicroBatch | None = None, is_ring: bool = False
 ) -> str:
     """Returns why the model of `config` differs if the ranks of `group` share its sequences; empty if it does not.
 
-    batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. Uses torch's generator.
+    batch: each tensor [batch, T]; by default two sequences of 16 tokens and three documents. is_ring: whether they
+    form a ring instead of dividing heads. Uses torch's generator.
     """
     try:
         whole = build_kept_apart(config, attention).train()
@@ -114,7 +120,8 @@ def compare_sliced_sequences(
         return f"its tiny copy does not run ({type(error).__name__}: {error})"
     try:
         with document_masks(batch):
-            return _deviation(split, whole, expected, batch, Ulysses(split, group))
+            ulysses = Ulysses(split, group, ring=group if is_ring else None)
+            return _deviation(split, whole, expected, batch, ulysses)
     except MODEL_ERRORS as error:
         # Any error that a family's forward raises for a slice is a reason to reject the family.
         return f"its forward pass fails on a slice ({type(error).__name__}: {error})"
@@ -129,7 +136,7 @@ def _deviation(
         # Each rank has the whole auxiliary loss, and contributes its share.
         _loss((result[0], *(loss / ulysses.size for loss in result[1:])), batch_slice, batch).backward()  # type: ignore[no-untyped-call]
     wrong = _wrong_gradients(split, whole, ulysses.group)  # first, because every rank has to take part
-    if relative_deviation(result[0], expected[0].chunk(ulysses.size, dim=1)[ulysses.rank]) > TOLERANCE:
+    if relative_deviation(result[0], ulysses.part(expected[0])) > TOLERANCE:
         return "the logits of a slice deviate from those of the whole sequence"
     if any(relative_deviation(*losses) > TOLERANCE for losses in zip(result[1:], expected[1:], strict=True)):
         return "the auxiliary loss of slices deviates from that of the whole sequence"

@@ -1,9 +1,12 @@
 """Ulysses (arXiv 2309.14509) around the attention of any `transformers` model, by DeepSpeed's all-to-all.
 
 Each rank of a group holds a slice of the sequence. Around attention, each rank exchanges slices of its heads for the
-other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Whatever else a model
-computes from all tokens is also computed for the whole sequence: attention masks, and the loss of a router. Recurrences
-and convolutions gather the tokens that the rank's slice depends on (`llmtrain.models.documents`).
+other ranks' tokens, so that it attends over the whole sequence with its share of the heads. Where the ranks do not
+divide the heads, groups of them form a ring: a group exchanges heads for its own tokens, and attends to those of other
+groups as they pass by (`ring.py`).
+
+Whatever else a model computes from all tokens is also computed for the whole sequence: attention masks, and the loss of
+a router. Recurrences and convolutions gather the tokens that the rank's slice depends on (`llmtrain.models.documents`).
 
 A family that computes attention itself exchanges what its projections return (`own_attention.py`).
 
@@ -32,7 +35,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
 from llmtrain.engines.deepspeed.own_attention import SequenceRanks, calls_table, exchanges, names_in_forward
-from llmtrain.models.documents import Slices, holds_slices, outside_of_parts, sequences_in_slices
+from llmtrain.engines.deepspeed.ring import Group, Ring, zigzag
+from llmtrain.models.documents import Slices, holds_slices, outside_of_parts, per_document, sequences_in_slices
 from llmtrain.overrides import replaced
 from llmtrain.overrides.transformers import (
     attention_of,
@@ -42,8 +46,6 @@ from llmtrain.overrides.transformers import (
     with_attention,
 )
 
-Group = Any
-"""A process group; torch's type for it is not public."""
 Function = Callable[..., Any]
 INDEXED = "llmtrain_indexed"
 """The name of an attention that gets the keys that an indexer chose. `eager` and `sdpa` would get them as a mask, which
@@ -57,15 +59,20 @@ class Ulysses:
     several models, split or not, can exist side by side.
     """
 
-    def __init__(self, model: PreTrainedModel, group: Group) -> None:
+    def __init__(self, model: PreTrainedModel, group: Group, heads: Group = None, ring: Group = None) -> None:
+        """group: the ranks that share sequences. heads, ring: those with which this rank divides heads, and those with
+        which it forms a ring; by default all divide heads. Raises ValueError if its slices must be in order."""
         self.group = group
         self.size: int = dist.get_world_size(group)
         self.rank: int = dist.get_rank(group)
+        self.ring = Ring(ring) if ring else None
+        self._head_ranks = self.size // (self.ring.size if self.ring else 1)
         self._model = model
         self._attention: str = attention_of(model)
         self._positions = torch.empty(0)
         self._interleaved = False
         self._group_name = register_all_to_all_group(group)
+        self._heads_name = register_all_to_all_group(heads) if heads else self._group_name
         self._exchanges = exchanges(model, SequenceRanks(self.rank, self.size, self._all_to_all, self._whole))
         self._indexed: list[Any] = []
         """Attention modules whose keys are chosen by an indexer: their own, or that of an earlier layer."""
@@ -73,6 +80,8 @@ class Ulysses:
         self._counting = [] if self._exchanges else [one for one in outside if _counts_positions(one)]
         if self._attention in ("eager", "sdpa"):
             self._indexed = [one for one in outside if hasattr(one, "indexer") and calls_table(one)]
+        if self.ring and (per_document(model) or self._exchanges or self._counting or self._indexed):
+            raise ValueError("it needs slices in the order of the tokens, which the ranks of a ring do not hold")
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -111,14 +120,17 @@ class Ulysses:
         """
         self._positions = batch.position_ids
         return MicroBatch(
-            self._part(batch.input_ids),
-            self._part(batch.position_ids),
-            self._part(batch.labels),
-            batch.completions and replace(batch.completions, segment_ids=self._part(batch.completions.segment_ids)),
-            None if batch.values is None else self._part(batch.values),
+            self.part(batch.input_ids),
+            self.part(batch.position_ids),
+            self.part(batch.labels),
+            batch.completions and replace(batch.completions, segment_ids=self.part(batch.completions.segment_ids)),
+            None if batch.values is None else self.part(batch.values),
         )
 
-    def _part(self, whole: Tensor) -> Tensor:
+    def part(self, whole: Tensor) -> Tensor:
+        """Returns this rank's part of whole sequences, [batch, T, …] → [batch, T / size, …]."""
+        if self.ring:
+            whole = _in_order(whole, zigzag(self.ring.size))
         return whole.view(len(whole), self.size, -1, *whole.shape[2:])[:, self.rank].contiguous()
 
     def receive(self, position_ids: Tensor) -> None:
@@ -128,7 +140,11 @@ class Ulysses:
 
     def _whole(self, part: Tensor) -> Tensor:
         """Joins the slices of all ranks, [batch, T / size, …] → [batch, T, …]; differentiable."""
-        return self._all_to_all([part] * self.size, join=1)
+        joined = self._all_to_all([part] * self.size, join=1)
+        if self.ring is None:
+            return joined
+        order = zigzag(self.ring.size)
+        return _in_order(joined, [order.index(block) for block in range(len(order))])
 
     @contextmanager
     def _choose_keys(self, attention: Any) -> Iterator[None]:
@@ -170,15 +186,17 @@ class Ulysses:
     ) -> tuple[Tensor, None]:
         """query, key, value: [batch, heads, T / size, head_dim] → [batch, T / size, heads, head_dim]."""
         # If key and value heads are not divisible by the ranks, they are repeated until they are.
-        copies = self.size // math.gcd(self.size, key.shape[1])
+        copies = self._head_ranks // math.gcd(self._head_ranks, key.shape[1])
         if copies > 1:
             key, value = key.repeat_interleave(copies, dim=1), value.repeat_interleave(copies, dim=1)
         query, key, value = (self._exchange(states, split=1, join=2) for states in (query, key, value))
         sinks: Tensor | None = getattr(module, "sinks", None)
-        own_sinks = None if sinks is None else sinks.chunk(self.size)[self.rank]
+        own_sinks = None if sinks is None else sinks.chunk(self._head_ranks)[self.rank % self._head_ranks]
         share = _HeadShare(module, query.shape[1] // key.shape[1], own_sinks)
         if "s_aux" in kwargs:  # the sinks again, as a fused kernel takes them
             kwargs["s_aux"] = share.sinks
+        if self.ring:
+            return self._exchange(self.ring.attend(share, query, key, value, **kwargs), split=1, join=2), None
         chosen = kwargs.pop("indices", None)
         if chosen is not None:
             attention_mask = _without_others(attention_mask, self._whole(chosen), key.shape[2])
@@ -191,12 +209,15 @@ class Ulysses:
         return self._exchange(output, split=1, join=2), None
 
     def _exchange(self, states: Tensor, split: int, join: int) -> Tensor:
-        """Sends slice r along `split` to rank r, and joins the received slices along `join` in rank order."""
-        return self._all_to_all(states.chunk(self.size, dim=split), join)
+        """Sends slice r along `split` to the r-th rank that divides heads, and joins what it receives along `join`."""
+        if self._head_ranks == 1:
+            return states
+        return self._all_to_all(states.chunk(self._head_ranks, dim=split), join, self._heads_name)
 
-    def _all_to_all(self, parts: Sequence[Tensor], join: int) -> Tensor:
+    def _all_to_all(self, parts: Sequence[Tensor], join: int, group_name: str = "") -> Tensor:
         """Sends part r to rank r, and joins the received parts along `join` in rank order; differentiable."""
-        received = torch.ops.deepspeed.dim_zero_all_to_all(torch.stack(tuple(parts)), self._group_name)
+        name = group_name or self._group_name
+        received = torch.ops.deepspeed.dim_zero_all_to_all(torch.stack(tuple(parts)), name)
         return torch.cat(received.unbind(), dim=join)
 
     def _whole_masks(self, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -228,6 +249,11 @@ class _Slices:
     def update_indexer(self, keys: Tensor, layer: int) -> Tensor:
         """Returns an indexer's keys [batch, T, head_dim] of all slices, given those of this one."""
         return self._whole(keys)
+
+
+def _in_order(rows: Tensor, blocks: Sequence[int]) -> Tensor:
+    """Puts the blocks of rows [batch, T, …], equally many tokens each, in another order."""
+    return rows.reshape(len(rows), len(blocks), -1, *rows.shape[2:])[:, blocks].flatten(1, 2)
 
 
 def _counts_positions(module: nn.Module) -> bool:

@@ -41,16 +41,22 @@ PRODUCTS = frozenset(
 )
 """Operations whose results `selective` keeps, in addition to those of attention: products, and the tokens that arrive
 from other ranks."""
-ATTENTION = ("aten::_scaled_dot_product_", "flash_attn", "torch_attn::_varlen_attn", "llmtrain::varlen")
+ATTENTION = (
+    "aten::_scaled_dot_product_",
+    "flash_attn",
+    "torch_attn::_varlen_attn",
+    "llmtrain::varlen",
+    "llmtrain::ring",
+)
 """Prefixes of the names of attention kernels. flash-attn registers its operations under `flash_attn` and similar."""
 
 
-def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
+def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig, is_ring: bool = False) -> None:
     """Sets what each layer of a model, or of a stage of it, recomputes.
 
     It is done by layers in every engine: DeepSpeed's interval would count stages, because it does not see layers.
     Called after `keep_apart`, and before layers are compiled: a selective checkpoint then is a part of the layer's
-    graph.
+    graph. is_ring: whether sequence parallel ranks form a ring.
     """
     if parallel.activation_checkpointing == "none":
         return
@@ -65,7 +71,7 @@ def use_recomputation(model: PreTrainedModel, parallel: ParallelConfig) -> None:
     inputs = OffloadedInputs()
     for number, layer in enumerate(layers):
         active = [on_same_route] if isinstance(model, OwnModel) else []
-        active += [on_same_documents] if per_document(layer) else []
+        active += [on_same_documents] if is_ring or per_document(layer) else []
         checkpoint_layer = partial(_checkpoint, active)
         if parallel.activation_checkpointing == "selective":
             layer.forward = partial(checkpoint_layer, layer.forward, context_fn=_contexts)

@@ -122,7 +122,8 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         saved -= max(0, inputs - 2) * stream
         host = inputs * (stream if plan.cluster.spec.on_cpu else pinned(stream))
     working = max([0, *(whole[index] - recomputed_layer.used for index, recomputed_layer in again.items())])
-    working += max(_per_layer(plan, weights, layers, tokens, _feed_forward_gradients), default=0)
+    gradients = _per_layer(plan, weights, layers, tokens, _feed_forward_gradients)
+    working += max([_ring_gradients(plan) * tokens, *gradients])
     is_last = rank == PipelineSchedule.of(plan.parallel).rank_of(plan.parallel.stages - 1)
     if is_last:
         norm = [weight for weight in weights.outside if weight.shape == (plan.model.hidden_size,)]
@@ -242,6 +243,19 @@ def _feed_forward_gradients(plan: Plan, weights: Weights, index: int, tokens: in
     return (_feed_forward(plan, layer, widths) + gradients) * tile + sums + widths.computed * facts.hidden_size * tokens
 
 
+def _ring_gradients(plan: Plan) -> int:
+    """Returns the bytes per token of a ring's backward pass in addition to what the layer saves.
+
+    These are the gradients of queries, and, three times, of keys and values, in fp32: computed, sent and received; the
+    keys and values that a rank computes with, and the next ones; and the results of a kernel.
+    """
+    if plan.sequence_ring == 1:
+        return 0
+    widths, size = ELEMENT_BYTES[plan.recipe.parallel.precision], plan.model.head_dim
+    queries, keys = plan.model.heads // plan.divisor("matrices"), _key_heads(plan) * _key_copies(plan)
+    return size * ((4 + widths.computed) * queries + 2 * (3 * 4 + 3 * widths.computed) * keys)
+
+
 class BytesPerToken(NamedTuple):
     """Bytes that are kept of a token."""
 
@@ -306,7 +320,7 @@ def _result(plan: Plan, weight: Weight) -> int:
 
 def _repeats_keys(plan: Plan) -> bool:
     """Whether keys and values are repeated for the queries that share them; one head for all takes no copies."""
-    kernel, ranks = plan.recipe.model.attention_kernel, plan.divisor("tokens")
+    kernel, ranks = plan.recipe.model.attention_kernel, plan.head_ranks
     own = _key_heads(plan) * _key_copies(plan) // ranks
     return kernel == "eager" or (kernel == "sdpa" and plan.recipe.data.has_document_mask and own > 1)
 
@@ -317,8 +331,8 @@ def _key_heads(plan: Plan) -> int:
 
 
 def _key_copies(plan: Plan) -> int:
-    """Returns how often keys are copied so that each of the ranks that share a sequence has a head."""
-    ranks = plan.divisor("tokens")
+    """Returns how often keys are copied so that each of the ranks that divide the heads of a sequence has one."""
+    ranks = plan.head_ranks
     return ranks // math.gcd(ranks, _key_heads(plan))
 
 
@@ -398,7 +412,7 @@ def _attention(plan: Plan, layer: tuple[Weight, ...], widths: ElementBytes) -> i
     queries = facts.heads * facts.head_dim // plan.divisor("matrices")
     keys = max(facts.kv_heads * facts.head_dim // plan.divisor("matrices"), 1)
     intermediate = queries + 2 * (queries if _repeats_keys(plan) else keys * _key_copies(plan)) + queries
-    if plan.divisor("tokens") > 1 and recipe.model.attention_kernel != "eager":
+    if plan.head_ranks > 1 and recipe.model.attention_kernel != "eager":
         intermediate += queries  # the kernel's output, and the exchanged copy of it that the next projection reads
     saved, heads = widths.computed * intermediate, facts.heads // plan.divisor("matrices")
     if any("q_norm" in weight.name for weight in layer):

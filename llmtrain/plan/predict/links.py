@@ -28,7 +28,10 @@ class Groups:
     """The groups of a plan's ranks."""
 
     tensor: RankGroup
-    sequence: RankGroup
+    heads: RankGroup
+    """Ranks that share sequences and divide the heads."""
+    ring: RankGroup
+    """Ranks that share sequences and pass keys and values on."""
     expert: RankGroup
     """Ranks that share the experts: adjacent ones, whichever replica and tensor group they belong to."""
     replicas: RankGroup
@@ -40,14 +43,14 @@ class Groups:
     @classmethod
     def of(cls, plan: Plan) -> Groups:
         """Returns the groups of a plan, whose ranks are numbered in the order of `INNERMOST_FIRST`."""
-        tensor, sequence, pipeline = (
-            RankGroup(plan.degree(axis), plan.stride(axis)) for axis in (TENSOR, SEQUENCE, PIPELINE)
-        )
+        tensor, pipeline = (RankGroup(plan.degree(axis), plan.stride(axis)) for axis in (TENSOR, PIPELINE))
+        heads = RankGroup(plan.head_ranks, plan.stride(SEQUENCE))
         replicas = RankGroup(plan.gradient_ranks, tensor.size)
         experts, ranks = plan.degree(EXPERT), replicas.size * tensor.size
         return cls(
             tensor=tensor,
-            sequence=sequence,
+            heads=heads,
+            ring=RankGroup(plan.sequence_ring, heads.stride * heads.size),
             expert=RankGroup(experts, 1),
             replicas=replicas,
             expert_replicas=RankGroup(max(ranks // experts, 1), experts) if experts > 1 else replicas,

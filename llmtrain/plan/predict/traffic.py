@@ -138,6 +138,7 @@ class CommunicationGroups:
             )
         else:
             _split_transfer(self._gradients("all_reduce", stage), self._last(stage), found.step, found.step_overlapped)
+        self._ring(stage, found)
         found.step.extend([*self._matrices(stage), *self._factors(stage), *self._blocks(stage)])
         return found
 
@@ -244,14 +245,36 @@ class CommunicationGroups:
         )
 
     def sequence(self, stage: StageParameters) -> Iterator[Transfer]:
-        """Yields the exchanges of heads for parts of the sequence, and back.
+        """Yields the exchanges of heads for parts of the sequence, and back."""
+        queries, keys = self._exchanged_elements()
+        group, width = self.groups.heads, self.share.compute_bytes
+        yield Transfer("all_to_all", ((queries * width, group), (keys * width, group)), 2 * self._passes(stage))
+
+    def _exchanged_elements(self) -> tuple[float, float]:
+        """Returns the elements of a device's queries and of its keys, which are as many as its values.
 
         Key and value heads are repeated until they are divisible, at most to the number of query heads.
         """
-        facts, group = self.plan.model, self.groups.sequence
+        facts, group = self.plan.model, self.groups.heads
         keys = max(facts.kv_heads, min(group.size * self.groups.tensor.size, facts.heads))
-        width = facts.head_dim / self.plan.divisor("matrices") * self.share.tokens * self.share.compute_bytes
-        yield Transfer("all_to_all", ((facts.heads * width, group), (keys * width, group)), 2 * self._passes(stage))
+        width = facts.head_dim / self.plan.divisor("matrices") * self.share.tokens
+        return facts.heads * width, keys * width
+
+    def _ring(self, stage: StageParameters, found: Traffic) -> None:
+        """Adds the hops of keys and values around a ring, which arrive while attention computes with those before.
+
+        Their gradients, in fp32, follow them in the backward pass, and make a last hop home, which nothing hides.
+        """
+        group, keys = self.groups.ring, self._exchanged_elements()[1]
+        if group.size == 1:
+            return
+        hop = Transfer("p2p", ((keys * self.share.compute_bytes, group),) * 2, (group.size - 1) * stage.layers)
+        again = self.share.recomputed_layers(stage) / stage.layers if self.share.again == "full" else 0.0
+        of_gradients = Transfer("p2p", ((4 * keys, group),) * 2, stage.layers)
+        found.forward_overlapped.append(hop)
+        found.backward_overlapped.append(replace(hop, times=hop.times * (1 + again)))
+        found.backward_overlapped.append(replace(of_gradients, times=hop.times))
+        found.exposed.append(of_gradients)
 
     def expert(self, stage: StageParameters) -> Iterator[Transfer]:
         """Yields the transfers of tokens to their experts and back.

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmtrain.errors import Problem, RecipeError
+from llmtrain.plan.axes import ring_degree
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.model_facts import model_facts
@@ -64,6 +65,8 @@ def fits(draft: Draft) -> Iterator[Fault]:
     if draft.cluster.spec.memory_bytes is None or facts is None or not draft.accumulation or stages > facts.layers:
         return
     if draft.parallel.expert > draft.cluster.world_size // draft.parallel.pipeline:
+        return
+    if draft.parallel.sequence % ring_degree(draft.parallel, facts):
         return
     memory = memory_of(assemble(draft))
     if memory is None or memory.fits or memory.capacity is None:

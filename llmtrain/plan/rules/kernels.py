@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.plan.axes import TENSOR, used
+from llmtrain.plan.axes import TENSOR, ring_degree, used
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.kernels import TRACED, WHOLE_LOSS, needs_whole_loss, recomputes_loss
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
@@ -157,9 +157,11 @@ def recompute_selective(draft: Draft) -> Iterator[Fault]:
     if draft.parallel.activation_checkpointing != "selective":
         return
     kernels, attention = draft.recipe.kernels, draft.recipe.model.attention_kernel
+    ring = ring_degree(draft.parallel, draft.facts)
     reasons = {
         "Liger's rotation overwrites the products that are kept (kernels.blocks=liger)": kernels.blocks == "liger",
         f"'{attention}' breaks the graph of a compiled layer": kernels.blocks == "compiled" and attention not in TRACED,
+        "a ring breaks the graph of a compiled layer": kernels.blocks == "compiled" and ring > 1,
         _NOT_COPIED: draft.parallel.strategy == "data_parallel",
     }
     yield from fault_for(reasons, "parallel.activation_checkpointing", "'selective' cannot be used", FULL)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmtrain.plan.axes import CHOSEN, EXPERT, TENSOR, Axis, model_parallel_size
+from llmtrain.plan.axes import CHOSEN, EXPERT, TENSOR, Axis, model_parallel_size, ring_degree
 from llmtrain.plan.draft import Draft, divisors
-from llmtrain.plan.facts.families import EXPERT_FAMILIES
+from llmtrain.plan.facts.families import EXPERT_FAMILIES, MIXING_PARTS
 from llmtrain.plan.rules.rule import Fault, Rule, assignment, rule
 
 
@@ -52,6 +52,41 @@ def _divides(axis: Axis) -> Rule:
 
 
 DIVISIBILITY = tuple(_divides(axis) for axis in CHOSEN if axis.reason)
+
+
+@rule("layout.sequence_ring", "run")
+def sequence_ring(draft: Draft) -> Iterator[Fault]:
+    """Refuses rings that do not divide the sequence parallel ranks, or sequences into two equal blocks for each group
+    of ranks, and models whose parts need contiguous slices. Each rank of a ring holds an early and a late block, so
+    that causal attention takes all of them equally long. Blocks are combined by their log-sum-exp, which of the
+    attention implementations `varlen` computes."""
+    recipe, facts, degree = draft.recipe, draft.facts, draft.parallel.sequence
+    ring, length = ring_degree(draft.parallel, facts), recipe.data.sequence_length
+    if degree % ring:
+        message = f"{ring} does not divide parallel.sequence = {degree}"
+        yield Fault("parallel.sequence_ring", message, f"use {_or(divisors_near(degree, ring))}")
+    if ring == 1 or degree % ring:
+        return
+    field, fix = "parallel.sequence_ring", assignment(parallel__sequence_ring=1)
+    needed = f"a ring of {ring}"
+    if facts is not None and facts.heads % draft.parallel.tensor == 0:
+        heads = facts.heads // draft.parallel.tensor
+        if heads % degree:
+            field, fix = (
+                "parallel.sequence",
+                f"use {_or([one for one in divisors_near(heads, degree) if one <= degree])}",
+            )
+            needed = f"{degree} ranks divide {heads} heads only with {needed}, which"
+    if length % (2 * ring):
+        message = f"{needed} cuts sequences into {2 * ring} equal blocks, and {length} tokens are not divisible by that"
+        longer = -(-length // (2 * ring)) * 2 * ring
+        yield Fault(field, message, f"{fix}, or {assignment(data__sequence_length=longer)}")
+    if facts is not None and facts.text_type in MIXING_PARTS:
+        message = f"{needed} needs attention in every layer: recurrences of '{facts.text_type}' need contiguous slices"
+        yield Fault(field, message, fix)
+    if recipe.model.attention_kernel != "varlen":
+        message = f"{needed} needs model.attention 'varlen', not '{recipe.model.attention_kernel}'"
+        yield Fault(field, message, f"{fix}, or {assignment(model__attention='varlen')}")
 
 
 @rule("layout.expert", "arithmetic", axis=EXPERT)

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llmtrain.errors import abbreviate
-from llmtrain.plan.axes import AXES, CHOSEN, DATA, EXPERT, PIPELINE, Axis
+from llmtrain.plan.axes import AXES, CHOSEN, DATA, EXPERT, PIPELINE, SEQUENCE, Axis
 from llmtrain.plan.described import triangle
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rules import resolve
@@ -109,6 +109,8 @@ def _fields(plan: Plan, degrees: dict[Axis, int], model: ModelConfig) -> dict[st
     micro_batches = min(plan.batch.gradient_accumulation_steps, MICRO_BATCHES * degrees[PIPELINE])
     rows = min(recipe.batch.micro_batch_size, ROWS)
     parts = math.prod(degree for axis, degree in degrees.items() if "tokens" in axis.divides)
+    ring = min(plan.sequence_ring, degrees[SEQUENCE])
+    parts *= 2 if ring > 1 else 1  # blocks
     total = rows * micro_batches * degrees[DATA]
     attention = recipe.model.attention_kernel if recipe.model.attention_kernel in ON_CPU else "sdpa"
     return {
@@ -121,6 +123,7 @@ def _fields(plan: Plan, degrees: dict[Axis, int], model: ModelConfig) -> dict[st
         "batch.global_batch_size": total,
         "batch.micro_batch_size": rows,
         **{axis.field: degrees[axis] for axis in CHOSEN},
+        "parallel.sequence_ring": ring,
         "parallel.hierarchical_partition": min(recipe.parallel.hierarchical_partition, MAX_DEGREE),
         **_types_and_places(recipe),
         # The learning rate's schedule is as short as the run, so that the weights change.
@@ -177,6 +180,7 @@ def _degree_pairs(plan: Plan, small: Plan) -> Iterator[Pair]:
     for axis in AXES:
         what = axis.name if axis is PIPELINE else f"{axis.name} parallel"
         yield what, str(plan.degree(axis)), str(small.degree(axis)), UNTESTED[axis.name]
+    yield "sequence ring", str(plan.sequence_ring), str(small.sequence_ring), "hops between more ranks"
     full, scaled = (f"groups of {p.parallel.hierarchical_partition}" for p in (plan, small))
     yield "hierarchical partition", full, scaled, "gathers among more ranks"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -43,10 +44,12 @@ GPT2 = {
     | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
 }
 
-GPTJ = {
-    "model.architecture": "gptj",
+GPT_NEO = {
+    "model.architecture": "gpt_neo",
     "model.attention": "eager",
-    "model.config": GPT2["model.config"] | {"rotary_dim": 8},
+    "model.config": {"vocab_size": 256, "hidden_size": 64, "num_layers": 2, "num_heads": 4, "window_size": 5}
+    | {"attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64}
+    | {"attention_dropout": 0.0, "embed_dropout": 0.0, "resid_dropout": 0.0},
 }
 """It computes attention itself, so its ranks exchange what the projections return."""
 INDEXED_ROWS = {"model.architecture": "deepseek_v32", "model.config": INDEXED | {"index_n_heads": 32}}
@@ -98,14 +101,28 @@ PAIR = [
     (1, 1, MIXTRAL),
     (3, 1, MIXTRAL),
     (3, 1, INDEXED_ROWS),
-    (3, 1, GPTJ),
+    (3, 1, GPT_NEO),
 ]
+RING = {"parallel.sequence_ring": 2, "model.attention": "varlen"}
+RINGS = [
+    (3, 1, RING | {"model.architecture": "mistral", "model.config.sliding_window": 11}),
+    (1, 4, RING | {"parallel.activation_checkpointing": "full"}),
+    (2, 1, RING | SGD | {"parallel.activation_checkpointing": "selective"}),
+    (0, 1, RING | {"data.mask_documents": False}),
+    (1, 1, RING | GPT2),
+    (1, 1, RING | MIXTRAL),
+]
+"""Documents within one of the four blocks of a row, and in two or three; without a mask, one is in all four."""
 
 
 @pytest.mark.parametrize(
     "cases",
-    [PAIR[::3], pytest.param([one for one in PAIR if one not in PAIR[::3]], marks=pytest.mark.breadth)],
-    ids=["some", "others"],
+    [
+        PAIR[::3],
+        RINGS[:1],
+        pytest.param([*(one for one in PAIR if one not in PAIR[::3]), *RINGS[1:]], marks=pytest.mark.breadth),
+    ],
+    ids=["some", "ring", "others"],
 )
 def test_two_slices_match_the_plain_loop(cases):
     runs = run_ranks(2, _train, [_recipe(2, 2, stage, acc, **fields) for stage, acc, fields in cases], 2)
@@ -113,7 +130,7 @@ def test_two_slices_match_the_plain_loop(cases):
     for index, case in enumerate(cases):
         fields = {name: value for name, value in case[2].items() if not name.startswith("parallel.")}
         # A router's loss is a mean within a micro-batch, so that its size is part of the run.
-        size = GLOBAL_BATCH if fields == MIXTRAL else 1
+        size = GLOBAL_BATCH if fields.items() >= MIXTRAL.items() else 1
         theirs = expected.setdefault(str(fields), _reference(size, **fields))
         for rank in range(2):
             _assert_equal(runs[rank][index], theirs, (*case, rank))
@@ -125,15 +142,23 @@ def test_the_router_loss_changes_the_reference():
 
 
 QUADS = [(2, 1, 1, {}), (2, 3, 2, {}), (2, 1, 2, SGD), (2, 3, 1, SGD), (2, 0, 2, SGD), (4, 2, 2, {}), (4, 3, 1, SGD)]
+TWO_HEADS = {"model.config.num_attention_heads": 2, "model.attention": "varlen"}
+"""Two of four ranks divide them, and pairs of ranks form a ring."""
+QUADS += [
+    (4, 0, 1, TWO_HEADS),
+    (4, 3, 1, TWO_HEADS),
+    (4, 1, 1, {"parallel.sequence_ring": 4, "model.attention": "varlen"}),
+]
 
 
 @pytest.mark.slow
 def test_four_ranks_share_sequences_and_samples():
     runs = run_ranks(4, _train, [_recipe(4, sp, stage, acc, **fields) for sp, stage, acc, fields in QUADS], 4)
-    expected = {str(fields): _reference(**fields) for fields in ({}, SGD)}
+    expected = {str(fields): _reference(**fields) for fields in ({}, SGD, TWO_HEADS)}
     for index, case in enumerate(QUADS):
+        fields = {} if "parallel.sequence_ring" in case[3] else case[3]
         for rank in range(4):
-            _assert_equal(runs[rank][index], expected[str(case[3])], (*case, rank))
+            _assert_equal(runs[rank][index], expected[str(fields)], (*case, rank))
 
 
 @pytest.mark.breadth
@@ -269,7 +294,7 @@ def test_rules_refuse_what_the_engine_does_not_support():
     recipes = [_recipe(2, 2, 1, **fields) for fields in ({}, THREE_KEY_HEADS)]
     assert [_breaks(recipe) for recipe in recipes] == [set(), set()]
     assert run_ranks(2, _engine_takes, recipes, 2) == [[True, True]] * 2
-    for fields in (ODD_LENGTH, ODD_HEADS):
+    for fields in (ODD_LENGTH, ODD_HEADS | {"parallel.sequence_ring": 1}):
         recipe = _recipe(2, 2, 1, **fields)
         assert _breaks(recipe) == {"layout.sequence_divides"}
         assert run_ranks(2, _engine_takes, [recipe], 2) == [[False]] * 2
@@ -312,6 +337,19 @@ def _refusal(rank: int, recipes: list) -> list[str]:
 def _refusal_of_states_that_begin_with_a_slice(rank: int, recipes: list) -> list[str]:
     documents_check.keep_apart = lambda *_: None
     return _refusal(rank, recipes)
+
+
+def _refusal_of_a_ring(rank: int, recipes: list) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(globals(), "check_sequence", partial(check_sequence, head_ranks=1, ring=2))
+        return _refusal(rank, recipes)
+
+
+def test_models_that_need_slices_in_order_form_no_rings():
+    cases = [GPT_NEO, INDEXED_ROWS, {}, SINKS]
+    for *ordered, plain, sinks in run_ranks(2, _refusal_of_a_ring, [tiny_recipe(**fields) for fields in cases]):
+        assert all("in the order of the tokens" in reason for reason in ordered)
+        assert plain == sinks == ""
 
 
 def test_models_that_slices_would_change_are_refused_on_every_rank():

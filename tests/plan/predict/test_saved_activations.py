@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import PreTrainedModel
 
 from llmtrain.data import MicroBatch
-from llmtrain.engines.deepspeed import ulysses
+from llmtrain.engines.deepspeed import ring, ulysses
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, model_configuration
 from llmtrain.models.activation_bytes import traced_layers
@@ -127,7 +127,7 @@ def saved_bytes(plan: Plan, index: int = 0) -> int:
     model = model_of(plan).train()
     cached: list[list[torch.Tensor]] = []
     with caches(cached):
-        use_recomputation(model, plan.recipe.parallel)
+        use_recomputation(model, plan.recipe.parallel, plan.sequence_ring > 1)
     known = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
     kept: weakref.WeakSet[Saved] = weakref.WeakSet()
     inside = False
@@ -161,7 +161,7 @@ def saved_bytes(plan: Plan, index: int = 0) -> int:
         torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor),
         autocast,
         document_masks(whole := MicroBatch(tokens, positions, tokens)),
-        sliced(model, plan.parallel.sequence, whole) as batch,
+        sliced(model, plan, whole) as batch,
     ):
         output = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False)
     storages = [saved.tensor.untyped_storage() for saved in kept]  # of graphs that are still there
@@ -173,16 +173,20 @@ def saved_bytes(plan: Plan, index: int = 0) -> int:
 
 
 @contextmanager
-def sliced(model: PreTrainedModel, ranks: int, batch: MicroBatch) -> Iterator[MicroBatch]:
+def sliced(model: PreTrainedModel, plan: Plan, batch: MicroBatch) -> Iterator[MicroBatch]:
     """The batch of the first of the ranks that share a sequence; what it receives is what it sends."""
+    ranks, of_ring = plan.parallel.sequence, plan.sequence_ring
     if ranks == 1:
         yield batch
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ulysses, "dist", SimpleNamespace(get_world_size=lambda _: ranks, get_rank=lambda _: 0))
+        groups = SimpleNamespace(get_world_size=lambda size: size, get_rank=lambda _: 0)
+        for module in (ulysses, ring):
+            patch.setattr(module, "dist", groups)
+        patch.setattr(ring.Ring, "pass_on", lambda self, *sent: lambda: tuple(each.clone() for each in sent))
         patch.setattr(ulysses, "register_all_to_all_group", lambda _: "")
         patch.setattr(torch.ops.deepspeed, "dim_zero_all_to_all", lambda parts, _: parts.clone(), raising=False)
-        shared = ulysses.Ulysses(model, None)
+        shared = ulysses.Ulysses(model, ranks, plan.head_ranks, of_ring if of_ring > 1 else None)
         with shared.active():
             yield shared.slice(batch)
 
@@ -274,6 +278,17 @@ def test_sequence_parallel_ranks_save_the_estimated_bytes(family, attention, pre
     estimate = layer_bytes(plan, plan.model.weights, 0, SEQUENCES * T // ranks)
     saved = saved_bytes(plan)
     assert (1 - UNDER) * saved <= estimate <= (1 + OVER) * saved, f"estimate / saved = {estimate / saved:.4f}"
+
+
+@pytest.mark.parametrize("again", [{}, SELECTIVE], ids=["none", "selective"])
+@pytest.mark.parametrize(("precision", "ranks"), [("fp32", 2), ("fp32", 4), ("bf16", 4)])
+def test_ranks_of_a_ring_save_the_estimated_bytes(precision, ranks, again):
+    """Two of four ranks divide the heads."""
+    plan = plan_for("llama", "varlen", precision, True, ranks, **{"parallel.sequence_ring": 2}, **again)
+    one = plan, plan.model.weights, 0, SEQUENCES * T // ranks
+    estimated = kept_bytes(*one).size if again else layer_bytes(*one)
+    saved = saved_bytes(plan)
+    assert (1 - UNDER) * saved <= estimated <= (1 + OVER) * saved, f"estimate / saved = {estimated / saved:.4f}"
 
 
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("llama", "eager"), ("gpt2", "sdpa")])

@@ -182,7 +182,7 @@ def test_groups_are_numbered_as_the_engines_number_them():
     for axis, group in (("pipe", groups.pipeline), ("model", groups.tensor), ("data", groups.replicas)):
         first = topology.get_axis_comm_lists(axis)[0]
         assert first == [number * group.stride for number in range(group.size)]
-    assert groups.sequence == RankGroup(2, 2)
+    assert groups.heads == RankGroup(2, 2)
 
 
 def test_absurd_sizes_have_a_predicted_time(llama):

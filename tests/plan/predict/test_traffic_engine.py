@@ -19,6 +19,10 @@ EXPERTS = MIXTRAL | {"parallel.zero_stage": 1, "parallel.expert": 2, "batch.micr
 FULL = {"parallel.activation_checkpointing": "full"}
 SELECTIVE = {"parallel.activation_checkpointing": "selective"}
 TENSOR = {"parallel.zero_stage": 1, "parallel.tensor": 2, "batch.micro_batch_size": 2}
+RING = {
+    **{"parallel.zero_stage": 1, "parallel.sequence": 2, "parallel.sequence_ring": 2, "batch.micro_batch_size": 2},
+    "model.attention": "varlen",
+}
 ADAFACTOR = ZERO | {"parallel.zero_stage": 1, "optim.name": "adafactor"}
 PLANS = {
     "zero0": ZERO | {"parallel.zero_stage": 0, "parallel.precision": "fp32"},
@@ -47,6 +51,10 @@ PLANS = {
     "tensor, selective": TENSOR | SELECTIVE,
     "sequence, recomputed": {"parallel.zero_stage": 1, "parallel.sequence": 2, "batch.micro_batch_size": 2, **FULL},
     "sequence, selective": {"parallel.zero_stage": 1, "parallel.sequence": 2, "batch.micro_batch_size": 2, **SELECTIVE},
+    "ring": RING,
+    "ring, recomputed": RING | FULL,
+    "ring, selective": RING | SELECTIVE,
+    "ring of groups that divide heads": RING | {"parallel.sequence": 4},
     "expert": EXPERTS,
     "expert, recomputed": EXPERTS | FULL,
     "expert, selective": EXPERTS | SELECTIVE,
@@ -54,6 +62,7 @@ PLANS = {
 }
 RANKS = {
     "zero3, hierarchical": 4,
+    "ring of groups that divide heads": 4,
     "expert, tensor": 4,
     "tensor in stages": 4,
     "tensor in stages, recomputed": 4,

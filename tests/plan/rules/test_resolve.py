@@ -99,6 +99,11 @@ def test_degrees_must_divide_the_devices(tiny):
 PIPELINE = {"parallel.pipeline": 4, "parallel.zero_stage": 1}
 TENSOR = {"parallel.tensor": 3, "batch.global_batch_size": 16, "model.config.intermediate_size": 384}
 SEQUENCE = {"parallel.sequence": 2, "model.config.num_key_value_heads": 2}
+RING = {
+    **{**SEQUENCE, "parallel.sequence": 4, "model.attention": "varlen"},
+    **{"parallel.precision": "bf16", "parallel.zero_stage": 1},
+}
+"""The ranks do not divide the heads."""
 EVEN_HEADS = {"model.config.num_attention_heads": 8, "model.config.num_key_value_heads": 4, "parallel.tensor": 2}
 MOE = {
     "model.architecture": "mixtral",
@@ -113,6 +118,8 @@ LEGAL = [
     ({**TENSOR, **PIPELINE, "model.config.intermediate_size": 384}, Cluster(devices_per_node=12, device="h100")),
     (EVEN_HEADS, GPUS),
     (SEQUENCE, GPUS),
+    (RING, GPUS),
+    ({**RING, "parallel.sequence_ring": 4}, GPUS),
     ({**SEQUENCE, "model.config.num_key_value_heads": 3, "model.attention": "eager"}, GPUS),
     (
         {"model.attention": "varlen", "parallel.precision": "bf16", "parallel.zero_stage": 1}
@@ -131,7 +138,19 @@ REFUSED = [
     ("layout.tensor_divides", {"parallel.tensor": 4}),
     ("tensor.family", {**PIPELINE, "parallel.tensor": 2, "model.architecture": "mamba", "model.config": {}}),
     ("tensor.family", {"parallel.tensor": 2, "model.architecture": "cpmant", "model.config": {}}),
-    ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4}),
+    ("layout.sequence_divides", {**SEQUENCE, "parallel.sequence": 4, "parallel.sequence_ring": 1}),
+    ("layout.sequence_ring", {**RING, "parallel.sequence_ring": 3}),
+    ("layout.sequence_ring", {**RING, "data.sequence_length": 252, "parallel.sequence_ring": 4}),
+    ("layout.sequence_ring", {**RING, "model.attention": "sdpa"}),
+    (
+        "recompute.selective",
+        {**RING, "kernels.blocks": "compiled", "parallel.activation_checkpointing": "selective"},
+    ),
+    (
+        "layout.sequence_ring",
+        {**RING, "model.architecture": "qwen3_5_text", "model.config": {}, "parallel.sequence_ring": 2},
+    ),
+    ("layout.sequence_ring", {"parallel.sequence_ring": 2}),
     ("layout.sequence_divides", {**SEQUENCE, "data.sequence_length": 255}),
     ("layout.expert", {"parallel.expert": 2}),
     ("layout.expert_divides", {**MOE, "parallel.expert": 3}),

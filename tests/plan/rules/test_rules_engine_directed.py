@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmtrain.plan.rules import assemble
 from tests.helpers.plans_on_engine import verdict
 from tests.helpers.random_plans import Case, plan_of
 
@@ -17,6 +18,7 @@ FSDP2 = ACCELERATE | {"parallel.accelerate": "fsdp2", "parallel.zero_stage": 3}
 ON_DISK = {"parallel.zero_stage": 3, "parallel.offload_optimizer": "nvme"}
 STAGES = {"parallel.pipeline": 2, "parallel.zero_stage": 1}
 EXPERTS = {"architecture": "mixtral"}
+RING = {"parallel.sequence": 2, "parallel.sequence_ring": 2, "model.attention": "varlen"}
 
 REFUSED: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     # rule, ranks, fields, sizes of the model, what the engine does
@@ -30,6 +32,8 @@ REFUSED: list[tuple[str, int, dict[str, Any], dict[str, Any], str]] = [
     ("data_parallel.devices", 2, {"parallel.backend": "data_parallel"}, {}, "devices 2 as 1"),
     ("zero.nvme_path", 1, ON_DISK, {}, "TypeError: expected str"),
     ("zero.nvme_path", 1, {"parallel.nvme_path": "/nvme"}, {}, "ignores parallel.nvme_path"),
+    ("layout.sequence_ring", 2, RING | {"model.attention": "sdpa"}, {}, "attention sdpa as varlen"),
+    ("layout.sequence_ring", 2, RING | {"data.sequence_length": 18}, {}, "fails"),
     ("tensor.divides", 2, {"parallel.tensor": 2}, {"intermediate_size": 33}, "is not divisible by 2"),
     ("tensor.divides", 4, STAGES | {"parallel.tensor": 2}, {"intermediate_size": 33}, "is not divisible by 2"),
 ]
@@ -40,6 +44,24 @@ def test_refused_plans_fail_or_deviate(rule, ranks, fields, sizes, words):
     one = plan_of(fields, sizes, ranks)
     assert one.rules == {rule}
     assert words in verdict(one)
+
+
+RINGS = [
+    (4, {"parallel.sequence": 4, "parallel.zero_stage": 3}, {"heads": (2, 1)}),
+    (4, {"parallel.sequence": 2, "parallel.tensor": 2, "parallel.zero_stage": 2}, {"heads": (2, 2)}),
+    (4, STAGES | RING | {"parallel.pipeline_schedule": "interleaved", "parallel.pipeline_chunks": 2}, {}),
+    (4, RING | {"parallel.expert": 2, "parallel.activation_checkpointing": "selective"}, EXPERTS),
+]
+"""Beside each other axis, if only because ranks do not divide the heads."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "fields", "sizes"), RINGS)
+def test_rings_train_correctly_beside_other_axes(ranks, fields, sizes):
+    one = plan_of({**fields, "model.attention": "varlen"}, {"num_hidden_layers": 4} | sizes, ranks)
+    assert assemble(one.draft).sequence_ring == 2
+    assert one.rules == set()
+    assert not verdict(one)
 
 
 @pytest.mark.breadth

@@ -74,7 +74,9 @@ def test_reported_ranks_are_those_of_the_groups(recipe):
     assert sorted(rank for ranks in order.ranks for rank in ranks) == list(range(24))
     for ranks in order.ranks:
         # Whole tensor and sequence groups, and every stage of their pipelines.
-        assert ranks[: groups.tensor.size * groups.sequence.size] == tuple(range(ranks[0], ranks[0] + 4))
+        assert ranks[: groups.tensor.size * groups.heads.size * groups.ring.size] == tuple(
+            range(ranks[0], ranks[0] + 4)
+        )
         assert ranks[4] == ranks[0] + groups.pipeline.stride
 
 
