@@ -20,8 +20,10 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from llmtrain.errors import FamilyError
+from llmtrain.models.images import with_images
 from llmtrain.models.varlen import pass_boundaries, takes_cu_seq_lens
 from llmtrain.plan.facts.classifier import FIELD, is_classifier
+from llmtrain.plan.facts.images import reads_images
 
 
 class _OutputsOfAllTokens:
@@ -55,7 +57,7 @@ def decoder_of(config: PreTrainedConfig, **named: Any) -> PreTrainedModel:
     if takes_cu_seq_lens(named.get("attn_implementation") or ""):
         pass_boundaries(model)
     if made is AutoModelForCausalLM:
-        return model
+        return with_images(model) if reads_images(config) else model
     kind = type(model)
     if kind not in _kinds:
         # `save_pretrained` writes the name of the class to `config.json`.

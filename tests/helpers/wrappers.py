@@ -43,13 +43,12 @@ _TEXT: dict[str, dict[str, Any]] = {
 PROCESSOR = "preprocessor_config.json"
 
 
-def save_wrapper(folder: Path, family: str) -> Path:
-    """Saves a multimodal model with random weights and a processor; returns the folder."""
+def save_wrapper(folder: Path, family: str, vocabulary: int = VOCABULARY, layers: int = 4, **fields: Any) -> Path:
+    """Saves a multimodal model with random weights and a processor; returns the folder. fields: of the whole."""
     kind: Any = CONFIG_MAPPING[family]
-    tiny = shrink_configuration(text_configuration(kind()), 4, **_TEXT.get(family, {}), vocab_size=VOCABULARY)
-    config = kind(
-        vision_config=VISION[family], text_config=tiny.to_dict(), tie_word_embeddings=tiny.tie_word_embeddings
-    )
+    tiny = shrink_configuration(text_configuration(kind()), layers, **_TEXT.get(family, {}), vocab_size=vocabulary)
+    tied = tiny.tie_word_embeddings
+    config = kind(vision_config=VISION[family], text_config=tiny.to_dict(), tie_word_embeddings=tied, **fields)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)
