@@ -125,10 +125,10 @@ class Images:
         import torch
 
         here = self.to(position_ids.device)
-        found: dict[str, Any] = here.inputs if self.are_seen else {"unseen": here.inputs}
-        if here.positions is None:
-            return found
-        return {**found, "position_ids": torch.cat([position_ids[None], here.positions])}
+        found: dict[str, Any] = {**here.inputs, "unseen": not self.are_seen}
+        if here.positions is not None:
+            found["position_ids"] = torch.cat([position_ids[None], here.positions])
+        return found
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 Ranks gather the weights of a module together (ZeRO-3, FSDP2), and reduce gradients together (ZeRO, DDP). If the
 micro-batch of one rank had an image and that of another had none, one would wait for the other for ever, or for a
-gradient that never comes. A micro-batch without an image therefore has one that no token stands for: its features,
-multiplied by 0, are added to the embeddings of the tokens, which changes no bit of them, and gives the tower gradients
-of 0.
+gradient that never comes. A micro-batch without an image therefore has one that no token stands for. Its features go
+the way of others, but without any row. So no result depends on them, the gradients of the tower are 0, and modules run
+in the same order in both passes, which ZeRO-3 compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -19,45 +18,51 @@ from transformers import PreTrainedModel
 class _RunsTower:
     """The forward of a multimodal model with an argument for an image that no token stands for."""
 
-    _unseen: dict[str, Any] | None = None
+    base_model: Any
 
-    def forward(self, *args: Any, unseen: dict[str, Any] | None = None, **named: Any) -> Any:
-        """unseen: the arguments of `get_image_features` for such an image; None if the tokens stand for images."""
-        self._unseen = unseen
+    def forward(self, *args: Any, unseen: bool = False, **named: Any) -> Any:
+        """unseen: whether no token stands for the image."""
+        self.base_model.drops_features = unseen
         try:
             return super().forward(*args, **named)  # type: ignore[misc]
         finally:
-            self._unseen = None
-
-    def add_unseen(self, embedding: Any, tokens: Any, embedded: Tensor) -> Tensor | None:
-        """Hook of the embedding: adds 0 times the features. Where a tower runs for images, it also runs after this."""
-        if self._unseen is None:
-            return None
-        unseen, self._unseen = self._unseen, None
-        features: Any = self.get_image_features(**unseen, return_dict=True)  # type: ignore[attr-defined]
-        zero = sum(0 * feature.sum() for feature in _tensors(features))
-        return embedded + zero.to(embedded.dtype) if isinstance(zero, Tensor) else None
+            self.base_model.drops_features = False
 
 
-_kinds: dict[type, type] = {}
+class _HasFeatures:
+    """A multimodal model without its head, of which no token may stand for the images."""
+
+    drops_features = False
+
+    def get_image_features(self, *args: Any, **named: Any) -> Any:
+        """Returns what the family returns, or no row of it."""
+        features = super().get_image_features(*args, **named)  # type: ignore[misc]
+        return _without_rows(features) if self.drops_features else features
+
+
+_kinds: dict[tuple[type, type], type] = {}
 
 
 def with_images(model: PreTrainedModel) -> PreTrainedModel:
     """Lets a multimodal model take the argument `unseen`, and returns it."""
-    kind: Any = type(model)
-    if kind not in _kinds:
-        # `save_pretrained` writes the name of the class to `config.json`.
-        _kinds[kind] = type(kind.__name__, (_RunsTower, kind), {"__module__": kind.__module__})
-    model.__class__ = _kinds[kind]
-    model.get_input_embeddings().register_forward_hook(model.add_unseen)
+    model.base_model.__class__ = _extended(type(model.base_model), _HasFeatures)
+    model.__class__ = _extended(type(model), _RunsTower)
     return model
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors with a gradient in the output of a tower."""
+def _extended(own: type, kind: type) -> type:
+    """Returns a class of a family with the methods of `kind`; `save_pretrained` writes its name to `config.json`."""
+    if (own, kind) not in _kinds:
+        _kinds[own, kind] = type(own.__name__, (kind, own), {"__module__": own.__module__})
+    return _kinds[own, kind]
+
+
+def _without_rows(value: Any) -> Any:
+    """Returns the output of a tower with an empty first dimension of each tensor."""
     if isinstance(value, Tensor):
-        if value.requires_grad:
-            yield value
-    elif isinstance(value, dict | tuple | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+        return value[:0]
+    if isinstance(value, dict):  # an output of `transformers`
+        for name in list(value):
+            value[name] = _without_rows(value[name])
+        return value
+    return type(value)(map(_without_rows, value)) if isinstance(value, tuple | list) else value

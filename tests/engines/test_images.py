@@ -145,12 +145,12 @@ def test_every_strategy_matches_the_plain_loop(family, models, rows):
     folder, written = rows
     base = {"data.packing": "none", "batch.micro_batch_size": 1}  # a micro-batch is one conversation
     recipes = {name: image_recipe(models[family], folder, written, **base, **fields) for name, fields in CASES.items()}
-    by_rank = run_ranks(2, _run, list(recipes.values()), 2)
+    by_rank = run_ranks(2, _run, list(recipes.values()), 2, timeout=120)
     plain: dict[str, Trace] = {}
     for number, (name, recipe) in enumerate(recipes.items()):
         kind = repr(recipe.model)
         if kind not in plain:
-            alone = recipe.with_(**{"parallel.zero_stage": 0, "parallel.backend": "deepspeed"})
+            alone = recipe.with_(**{"parallel.zero_stage": 0, "parallel.backend": "deepspeed", "parallel.accelerate": "ddp"})
             plain[kind] = _losses(alone, 1, plain=True)
         for rank in range(2):
             assert_same(by_rank[rank][number], plain[kind], f"{name}, rank {rank}")
