@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,13 +10,12 @@ from transformers import AutoModelForMultimodalLM, AutoTokenizer, Qwen2VLImagePr
 
 from llmtrain.data import BatchLoader, prepare
 from llmtrain.data.images import decode_image, read_image
-from llmtrain.data.samples import NO_TARGET
 from llmtrain.engines.forward import forward, use_kernels
 from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.models import build_model
 from tests.helpers.harness import run_ranks
 from tests.helpers.image_chats import image_recipe, image_rows, save_image_model
-from tests.helpers.traces import Trace, assert_same, engine_of, plan_of, worst
+from tests.helpers.traces import Trace, assert_same, engine_of, plan_of
 
 FAMILIES = ("qwen3_vl", "qwen3_5")
 STEPS = 3
@@ -65,7 +63,8 @@ def _alone(model, family: str, folder, row) -> torch.Tensor:
     question, answer = text.split("<|im_start|>assistant\n")
     answer = answer.removesuffix("\n")
     context, trained = (
-        tokenizer(part, add_special_tokens=False)["input_ids"] for part in (question + "<|im_start|>assistant\n", answer)
+        tokenizer(part, add_special_tokens=False)["input_ids"]
+        for part in (question + "<|im_start|>assistant\n", answer)
     )
     ids = torch.tensor([context + trained])
     types = (ids == model.config.image_token_id).int()
@@ -82,8 +81,13 @@ def test_packed_conversations_have_the_losses_and_gradients_of_each_alone(family
     size = prepared.train_sequences
     assert size < len(written) / 2  # packed
     loader = BatchLoader(
-        prepared, seed=1, global_batch_size=size, micro_batch_size=size, gradient_accumulation_steps=1,
-        dp_rank=0, dp_size=1,
+        prepared,
+        seed=1,
+        global_batch_size=size,
+        micro_batch_size=size,
+        gradient_accumulation_steps=1,
+        dp_rank=0,
+        dp_size=1,
     )
     (batch,) = loader.train_batch(0).micro_batches
     assert batch.images is not None
@@ -134,7 +138,12 @@ CASES = {
     "LoRA, ZeRO-3": {**LORA, "parallel.zero_stage": 3},
     "LoRA, DDP": {**LORA, "parallel.backend": "accelerate"},
     "frozen tower, ZeRO-3": {**FROZEN, "parallel.zero_stage": 3},
-    "frozen tower, FSDP2": {**FROZEN, "parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
+    "frozen tower, FSDP2": {
+        **FROZEN,
+        "parallel.backend": "accelerate",
+        "parallel.accelerate": "fsdp2",
+        "parallel.zero_stage": 3,
+    },
     "trained tower, DDP": {**TOWER, "parallel.backend": "accelerate"},
 }
 
@@ -150,7 +159,9 @@ def test_every_strategy_matches_the_plain_loop(family, models, rows):
     for number, (name, recipe) in enumerate(recipes.items()):
         kind = repr(recipe.model)
         if kind not in plain:
-            alone = recipe.with_(**{"parallel.zero_stage": 0, "parallel.backend": "deepspeed", "parallel.accelerate": "ddp"})
+            alone = recipe.with_(
+                **{"parallel.zero_stage": 0, "parallel.backend": "deepspeed", "parallel.accelerate": "ddp"}
+            )
             plain[kind] = _losses(alone, 1, plain=True)
         for rank in range(2):
             assert_same(by_rank[rank][number], plain[kind], f"{name}, rank {rank}")

@@ -210,6 +210,9 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
         raise RecipeError(
             Problem("verify.precision", "parallel.precision", message, "--set parallel.precision=autocast_bf16")
         )
+    if recipe.model.images:
+        message = "cannot be verified: the reference reads texts only"
+        raise RecipeError(Problem("verify.images", "model.images", message, "--set model.images=false"))
     if recipe.model.build is not None:
         _check_own_model(recipe)
     fields: dict[str, Any] = {
