@@ -10,7 +10,8 @@ import base64
 import binascii
 import io
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -153,11 +154,13 @@ class ImageProcessor:
     """Its configuration in the model's files, as JSON."""
     token: int
     """The token that stands for a part of an image, and that the chat template writes once for an image."""
+    around: tuple[int, ...] = ()
+    """The tokens before and after those of an image that the template does not write."""
 
     @property
     def key(self) -> list[Any]:
         """Identifies what is made of images, for the key of a store."""
-        return ["images", self.family.processor, key_of(self.settings), self.token]
+        return ["images", self.family.processor, key_of(self.settings), self.token, *self.around]
 
     @cached_property
     def _made(self) -> Any:
@@ -168,16 +171,18 @@ class ImageProcessor:
     def tokens(self, image: Image) -> ImageTokens:
         """Returns the tokens that stand for an image. Raises RowError for a shape that cannot be processed."""
         try:
-            patches = self._made.get_number_of_image_patches(image.height, image.width, {})
+            number = _NUMBERS[self.family.processor](self._made, image.height, image.width)
         except ValueError as error:
             raise RowError(f"an image of {image.width} × {image.height} pixels is refused: {error}") from None
-        return ImageTokens((), patches // self._made.merge_size**2, ())
+        return ImageTokens(self.around[:1], number, self.around[1:])
 
-    def images(self, rows: Sequence[Sequence[tuple[int, bytes]]], position_ids: torch.Tensor) -> Images:
+    def images(
+        self, rows: Sequence[Sequence[tuple[int, bytes]]], input_ids: torch.Tensor, position_ids: torch.Tensor
+    ) -> Images:
         """Returns the images of a micro-batch, or one that no token stands for.
 
         rows: for each row, the column of the first image token of each image, in order, and the encoded image.
-        position_ids: [rows, T], on the host.
+        input_ids, position_ids: [rows, T], on the host.
         """
         import torch
         from PIL import Image
@@ -185,13 +190,35 @@ class ImageProcessor:
         decoded = [decode_image(content) for row in rows for _, content in row]
         unseen = [] if decoded else [Image.new("RGB", (UNSEEN_PIXELS, UNSEEN_PIXELS))]
         made = self._made.preprocess(decoded or unseen, return_tensors="np")
-        inputs = {name: torch.from_numpy(np.ascontiguousarray(made[name])) for name in self._made.model_input_names}
+        inputs = {name: torch.from_numpy(np.ascontiguousarray(made[name])) for name in self.family.inputs}
+        if self.family.token_types:
+            inputs["mm_token_type_ids"] = (input_ids == self.token).long()
         positions = None
         if self.family.grid_positions:
             grids = made["image_grid_thw"][:, 1:] // self._made.merge_size
             columns = [[column for column, _ in row] for row in rows]
             positions = torch.from_numpy(grid_positions(position_ids.numpy(), columns, grids))
         return Images(inputs, positions, bool(decoded))
+
+
+def _number_of_qwen(processor: Any, height: int, width: int) -> int:
+    patches: int = processor.get_number_of_image_patches(height, width, {})
+    return patches // processor.merge_size**2
+
+
+def _number_of_gemma(processor: Any, height: int, width: int) -> int:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+    patch, pooled = processor.patch_size, processor.pooling_kernel_size
+    sizes = get_aspect_ratio_preserving_size(height, width, patch, processor.max_soft_tokens * pooled**2, pooled)
+    return math.prod(size // (patch * pooled) for size in sizes)
+
+
+_NUMBERS: dict[str, Callable[[Any, int, int], int]] = {
+    "Qwen2VLImageProcessorPil": _number_of_qwen,
+    "Gemma4ImageProcessorPil": _number_of_gemma,
+}
+"""Class of an image processor → the number of tokens for an image of some height and width."""
 
 
 def grid_positions(
@@ -242,4 +269,5 @@ def image_processor(model: ModelConfig, model_type: str, config: Mapping[str, An
         message = f"{model.pretrained} has neither preprocessor_config.json nor an image processor in another file"
         raise DataError(Problem("data.images", "model.pretrained", message, "copy it from the original model"))
     text = json.dumps(settings, sort_keys=True)
-    return ImageProcessor(image_family(model_type, model.pretrained), text, config["image_token_id"])
+    family = image_family(model_type, model.pretrained)
+    return ImageProcessor(family, text, config["image_token_id"], tuple(config[name] for name in family.around))

@@ -343,7 +343,7 @@ class BatchLoader:
         images += [[] for _ in range(steps * self._micro - len(images))]
         of_steps = [images[step * self._micro : (step + 1) * self._micro] for step in range(steps)]
         return [
-            replace(one, images=processor.images(of_step, one.position_ids))
+            replace(one, images=processor.images(of_step, one.input_ids, one.position_ids))
             for one, of_step in zip(batches, of_steps, strict=True)
         ]
 

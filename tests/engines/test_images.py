@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForMultimodalLM, AutoTokenizer, Qwen2VLImageProcessorPil
+from transformers import AutoModelForMultimodalLM, AutoTokenizer, Gemma4ImageProcessorPil, Qwen2VLImageProcessorPil
 
 from llmtrain.data import BatchLoader, prepare
 from llmtrain.data.images import decode_image, read_image
@@ -17,12 +17,15 @@ from tests.helpers.harness import run_ranks
 from tests.helpers.image_chats import image_recipe, image_rows, save_image_model
 from tests.helpers.traces import Trace, assert_same, engine_of, plan_of
 
-FAMILIES = ("qwen3_vl", "qwen3_5")
+FAMILIES = ("qwen3_vl", "qwen3_5", "gemma4")
 STEPS = 3
 CPU = torch.device("cpu")
 LORA = {"model.adapter": {"rank": 2}}
 FROZEN = {"model.trainable": ["model.language_model.*", "lm_head.*"]}
+TOWERS = {"gemma4": ["model.vision_tower.*", "model.embed_vision.*"]}
 TOWER = {"model.trainable": ["model.visual.*"]}
+LENGTHS = {"gemma4": 256}
+"""Length of a sequence with two images, if it is not the usual one."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,8 @@ def _alone(model, family: str, folder, row) -> torch.Tensor:
     source = folder / "rows.jsonl"
     tokenizer = AutoTokenizer.from_pretrained(model.config._name_or_path)
     settings = json.loads((source.parent / "settings.json").read_text())
-    processor = Qwen2VLImageProcessorPil.from_dict(settings)
+    kind = Gemma4ImageProcessorPil if family == "gemma4" else Qwen2VLImageProcessorPil
+    processor, token = kind.from_dict(settings), "<|image|>" if family == "gemma4" else "<|image_pad|>"
     column, images, messages = iter(row.get("images", [])), [], []
     for message in row["messages"]:
         parts = []
@@ -56,10 +60,13 @@ def _alone(model, family: str, folder, row) -> torch.Tensor:
     inputs = {}
     if images:
         made = processor([decode_image(image) for image in images], return_tensors="pt")
-        inputs = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
-        first, *texts = text.split("<|image_pad|>")
-        numbers = (made["image_grid_thw"].prod(-1) // processor.merge_size**2).tolist()
-        text = first + "".join("<|image_pad|>" * n + after for n, after in zip(numbers, texts, strict=True))
+        inputs = {name: made[name] for name in made if name != "num_soft_tokens_per_image"}
+        first, *texts = text.split(token)
+        if family == "gemma4":
+            expanded = [f"<|image>{token * n}<image|>" for n in made["num_soft_tokens_per_image"]]
+        else:
+            expanded = [token * (int(grid.prod()) // processor.merge_size**2) for grid in made["image_grid_thw"]]
+        text = first + "".join(image + after for image, after in zip(expanded, texts, strict=True))
     question, answer = text.split("<|im_start|>assistant\n")
     answer = answer.removesuffix("\n")
     context, trained = (
@@ -76,7 +83,7 @@ def _alone(model, family: str, folder, row) -> torch.Tensor:
 def test_packed_conversations_have_the_losses_and_gradients_of_each_alone(family, models, rows, tmp_path):
     _, written = rows
     folder = rows[0]
-    recipe = image_recipe(models[family], folder, written, **{"data.sequence_length": 256})
+    recipe = image_recipe(models[family], folder, written, **{"data.sequence_length": 2 * LENGTHS.get(family, 128)})
     prepared, plan = prepare(recipe), plan_of(recipe, 1)
     size = prepared.train_sequences
     assert size < len(written) / 2  # packed
@@ -153,7 +160,14 @@ CASES = {
 def test_every_strategy_matches_the_plain_loop(family, models, rows):
     folder, written = rows
     base = {"data.packing": "none", "batch.micro_batch_size": 1}  # a micro-batch is one conversation
-    recipes = {name: image_recipe(models[family], folder, written, **base, **fields) for name, fields in CASES.items()}
+    base["data.sequence_length"] = LENGTHS.get(family, 96)
+    recipes = {
+        name: image_recipe(models[family], folder, written, **{**base, **fields}) for name, fields in CASES.items()
+    }
+    if family in TOWERS:
+        for name, recipe in recipes.items():
+            if recipe.model.trainable == tuple(TOWER["model.trainable"]):
+                recipes[name] = recipe.with_(**{"model.trainable": TOWERS[family]})
     by_rank = run_ranks(2, _run, list(recipes.values()), 2, timeout=120)
     plain: dict[str, Trace] = {}
     for number, (name, recipe) in enumerate(recipes.items()):

@@ -29,24 +29,37 @@ _QWEN_TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
+_QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _QWEN_TOKENS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _QWEN_PROCESSOR = {
     **{"image_processor_type": "Qwen2VLImageProcessor", "patch_size": 8, "merge_size": 2, "temporal_patch_size": 2},
     **{"size": {"shortest_edge": 16 * 16, "longest_edge": 64 * 64}},
     **{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
 }
+_QWEN_NAMES = {
+    **{"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>"},
+    **{"vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"},
+}
+_GEMMA_TOKENS = ("<|im_start|>", "<|im_end|>", "<|image|>", "<|image>", "<image|>", "<|video|>", "<|audio|>", "<pad>")
+_GEMMA_NAMES = {
+    **{"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
+    **{"video_token_id": "<|video|>", "audio_token_id": "<|audio|>"},
+}
+_GEMMA_PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 8, "max_soft_tokens": 70}
 
 
 def save_image_model(folder: Path, family: str, layers: int = 2) -> Path:
     """Saves a tiny model that reads images, with its tokenizer and image processor; returns the folder."""
-    about = {"special": _QWEN_TOKENS, "eos": "<|im_end|>"}
-    write_chat_tokenizer(folder, about, _QWEN_TEMPLATE)
+    is_gemma = family == "gemma4"
+    tokens, names = (_GEMMA_TOKENS, _GEMMA_NAMES) if is_gemma else (_QWEN_TOKENS, _QWEN_NAMES)
+    template = _QWEN_TEMPLATE.replace(_QWEN_IMAGE, "<|image|>") if is_gemma else _QWEN_TEMPLATE
+    write_chat_tokenizer(folder, {"special": tokens, "eos": "<|im_end|>"}, template)
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id
-    names = {"image": "<|image_pad|>", "video": "<|video_pad|>"}
-    names |= {"vision_start": "<|vision_start|>", "vision_end": "<|vision_end|>"}
-    tokens = {f"{name}_token_id": ids(text) for name, text in names.items()}
-    save_wrapper(folder, family, VOCABULARY, layers, **tokens)
-    (folder / PROCESSOR).write_text(json.dumps(_QWEN_PROCESSOR), encoding="utf-8")
+    # Attention between the tokens of an image goes both ways, in layers with windows.
+    text = {"use_bidirectional_attention": "vision", "pad_token_id": ids("<pad>")} if is_gemma else {}
+    fields = {name: ids(token) for name, token in names.items()}
+    save_wrapper(folder, family, VOCABULARY, layers, text, **fields)
+    (folder / PROCESSOR).write_text(json.dumps(_GEMMA_PROCESSOR if is_gemma else _QWEN_PROCESSOR), encoding="utf-8")
     return folder
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from llmtrain.plan.facts.images import reads_images
+from llmtrain.plan.facts.images import IMAGE_FAMILIES, reads_images
 from llmtrain.plan.facts.weights import Weight, Weights, runs_of
 
 PROBE_TOKENS = 512
@@ -46,7 +46,10 @@ def without_gradient(config: Any) -> tuple[str, ...]:
     if found := getattr(config, "found", None):  # the parts of a user's own model
         return tuple(found.without_gradient)
     if reads_images(config):  # every micro-batch has an image
-        return ()
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config)
+        unread = IMAGE_FAMILIES[config.model_type].unread
+        return tuple(name for name, _ in whole.named_parameters() if name.startswith(unread))
     indexer = INDEXERS.get(config.model_type)
     if indexer is None and config is config.get_text_config() and type(config).__module__.startswith("transformers."):
         return ()

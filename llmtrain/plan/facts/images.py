@@ -25,12 +25,34 @@ class ImageFamily:
     """The beginnings of the names of the parameters that compute the features of images."""
     processor: str
     """Class in `transformers` that makes the tower's input from images, on PIL and NumPy alone."""
+    inputs: tuple[str, ...]
+    """What it makes, by the names of arguments of the model's forward pass."""
+    around: tuple[str, ...] = ()
+    """Fields of the configuration with the tokens before and after those of an image that the template does not write.
+    """
+    unread: tuple[str, ...] = ()
+    """The beginnings of the names of parameters of parts for other inputs, which are frozen."""
     grid_positions: bool = False
     """Whether the tokens of an image have three positions each, from its grid (M-RoPE, arXiv 2409.12191)."""
+    token_types: bool = False
+    """Whether the forward pass is told which tokens stand for images, between which attention goes both ways."""
 
 
-_QWEN = ImageFamily(tower=("model.visual.",), processor="Qwen2VLImageProcessorPil", grid_positions=True)
-IMAGE_FAMILIES = {"qwen3_vl": _QWEN, "qwen3_5": _QWEN}
+_QWEN = ImageFamily(
+    tower=("model.visual.",),
+    processor="Qwen2VLImageProcessorPil",
+    inputs=("pixel_values", "image_grid_thw"),
+    grid_positions=True,
+)
+_GEMMA = ImageFamily(
+    tower=("model.vision_tower.", "model.embed_vision."),
+    processor="Gemma4ImageProcessorPil",
+    inputs=("pixel_values", "image_position_ids"),
+    around=("boi_token_id", "eoi_token_id"),
+    unread=("model.audio_tower.", "model.embed_audio."),
+    token_types=True,
+)
+IMAGE_FAMILIES = {"qwen3_vl": _QWEN, "qwen3_5": _QWEN, "gemma4": _GEMMA}
 """Multimodal model type → how it reads images."""
 
 

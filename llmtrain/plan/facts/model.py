@@ -87,7 +87,7 @@ class TowerFacts(Part):
             layers=config.get("depth") or config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
-            patches_per_token=config.get("spatial_merge_size", 1) ** 2,
+            patches_per_token=(config.get("spatial_merge_size") or config["pooling_kernel_size"]) ** 2,
         )
 
 
