@@ -202,16 +202,17 @@ class ImageProcessor:
 
 
 def _number_of_qwen(processor: Any, height: int, width: int) -> int:
-    patches: int = processor.get_number_of_image_patches(height, width, {})
-    return patches // processor.merge_size**2
+    merged: int = processor.merge_size**2
+    return int(processor.get_number_of_image_patches(height, width, {})) // merged
 
 
 def _number_of_gemma(processor: Any, height: int, width: int) -> int:
     from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
-    patch, pooled = processor.patch_size, processor.pooling_kernel_size
+    patch: int = processor.patch_size
+    pooled: int = processor.pooling_kernel_size
     sizes = get_aspect_ratio_preserving_size(height, width, patch, processor.max_soft_tokens * pooled**2, pooled)
-    return math.prod(size // (patch * pooled) for size in sizes)
+    return math.prod(int(size) // (patch * pooled) for size in sizes)
 
 
 _NUMBERS: dict[str, Callable[[Any, int, int], int]] = {

@@ -17,7 +17,9 @@ from tests.helpers.harness import run_ranks
 from tests.helpers.image_chats import image_recipe, image_rows, save_image_model
 from tests.helpers.traces import Trace, assert_same, engine_of, plan_of
 
-FAMILIES = ("qwen3_vl", "qwen3_5", "gemma4")
+FAMILIES = ("qwen3_vl", "qwen3_5", "gemma4", "qwen3_vl_moe", "qwen3_5_moe")
+TRIED = ("qwen3_vl", "gemma4")
+"""Those whose strategies the slow tests try."""
 STEPS = 3
 CPU = torch.device("cpu")
 LORA = {"model.adapter": {"rank": 2}}
@@ -155,8 +157,10 @@ CASES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.slow if name in TRIED else pytest.mark.breadth) for name in FAMILIES],
+)
 def test_every_strategy_matches_the_plain_loop(family, models, rows):
     folder, written = rows
     base = {"data.packing": "none", "batch.micro_batch_size": 1}  # a micro-batch is one conversation

@@ -38,6 +38,7 @@ SIZES = {
     "continue_pretrained": {},
 }
 FINE_TUNING = ("dpo_llama3_8b_lora", "sft_chat", "sft_llama3_8b_lora")
+WITH_IMAGES = ("sft_qwen3_vl_4b_lora",)
 SHRUNK = {
     "data.tokenizer": {"vocab_size": 512},
     "data.sequence_length": 64,
@@ -108,7 +109,7 @@ def _assert_learned(lines: list[dict], evaluations: int = 2) -> None:
 
 
 def test_every_recipe_is_tested():
-    assert {*SIZES, *FINE_TUNING} == {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert {*SIZES, *FINE_TUNING, *WITH_IMAGES} == {path.stem for path in (ROOT / "recipes").glob("*.py")}
 
 
 QUICK = ("qwen3_30b_a3b",)
@@ -161,6 +162,28 @@ def test_shrunk_fine_tuning_trains(name, pretrained, tmp_path):
     _assert_learned(_train(name, fields, tmp_path / "run"), evaluations=3)
     exported = "model" if name == "sft_chat" else "adapter_model"
     assert (tmp_path / "run" / "export" / f"{exported}.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_shrunk_fine_tuning_on_images_trains(name, tmp_path):
+    from tests.helpers.image_chats import image_rows, save_image_model
+
+    model, rows = save_image_model(tmp_path / "model", "qwen3_vl"), tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in image_rows(tmp_path, 60)))
+    fields = SHRUNK | {
+        "model.pretrained": str(model),
+        "data.sources": [{"name": str(rows)}],
+        "data.cache_dir": str(tmp_path),
+        "data.tokenizer": str(model),
+        "data.sequence_length": 96,
+        "data.faulty_rows": "refuse",
+        "parallel.precision": "fp32",
+        "train.epochs": None,
+        "export.sample_prompt": None,
+    }
+    _assert_learned(_train(name, fields, tmp_path / "run"), evaluations=3)
+    assert (tmp_path / "run" / "export" / "adapter_model.safetensors").is_file()
 
 
 def _conversation(number: int) -> dict[str, object]:

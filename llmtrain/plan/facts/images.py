@@ -52,7 +52,13 @@ _GEMMA = ImageFamily(
     unread=("model.audio_tower.", "model.embed_audio."),
     token_types=True,
 )
-IMAGE_FAMILIES = {"qwen3_vl": _QWEN, "qwen3_5": _QWEN, "gemma4": _GEMMA}
+IMAGE_FAMILIES = {
+    "gemma4": _GEMMA,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
+    "qwen3_vl": _QWEN,
+    "qwen3_vl_moe": _QWEN,
+}
 """Multimodal model type → how it reads images."""
 
 
