@@ -9,52 +9,51 @@ in the same order in both passes, which ZeRO-3 compares.
 
 from __future__ import annotations
 
+from functools import cache, wraps
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 
-class _RunsTower:
-    """The forward of a multimodal model with an argument for an image that no token stands for."""
-
-    base_model: Any
-
-    def forward(self, *args: Any, unseen: bool = False, **named: Any) -> Any:
-        """unseen: whether no token stands for the image."""
-        self.base_model.drops_features = unseen
-        try:
-            return super().forward(*args, **named)  # type: ignore[misc]
-        finally:
-            self.base_model.drops_features = False
-
-
-class _HasFeatures:
-    """A multimodal model without its head, of which no token may stand for the images."""
-
-    drops_features = False
-
-    def get_image_features(self, *args: Any, **named: Any) -> Any:
-        """Returns what the family returns, or no row of it."""
-        features = super().get_image_features(*args, **named)  # type: ignore[misc]
-        return _without_rows(features) if self.drops_features else features
-
-
-_kinds: dict[tuple[type, type], type] = {}
-
-
 def with_images(model: PreTrainedModel) -> PreTrainedModel:
-    """Lets a multimodal model take the argument `unseen`, and returns it."""
-    model.base_model.__class__ = _extended(type(model.base_model), _HasFeatures)
-    model.__class__ = _extended(type(model), _RunsTower)
+    """Lets the forward of a multimodal model take the argument `unseen`, whether no token stands for its image.
+
+    Returns the model.
+    """
+    base: Any = type(model.base_model)
+    kind: Any = type(model)
+    model.base_model.__class__ = _drops_features(base)
+    model.__class__ = _runs_tower(kind)
     return model
 
 
-def _extended(own: type, kind: type) -> type:
-    """Returns a class of a family with the methods of `kind`; `save_pretrained` writes its name to `config.json`."""
-    if (own, kind) not in _kinds:
-        _kinds[own, kind] = type(own.__name__, (kind, own), {"__module__": own.__module__})
-    return _kinds[own, kind]
+@cache
+def _runs_tower(kind: Any) -> Any:
+    """Returns the class of a whole model with the argument. `save_pretrained` writes its name to `config.json`."""
+
+    @wraps(kind.forward)  # others look for arguments in its signature
+    def forward(self: Any, *args: Any, unseen: bool = False, **named: Any) -> Any:
+        self.base_model.drops_features = unseen
+        try:
+            return kind.forward(self, *args, **named)
+        finally:
+            self.base_model.drops_features = False
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+
+
+@cache
+def _drops_features(kind: Any) -> Any:
+    """Returns the class of a multimodal model without its head, whose images may have no features."""
+
+    @wraps(kind.get_image_features)
+    def get_image_features(self: Any, *args: Any, **named: Any) -> Any:
+        features = kind.get_image_features(self, *args, **named)
+        return _without_rows(features) if self.drops_features else features
+
+    body = {"get_image_features": get_image_features, "drops_features": False, "__module__": kind.__module__}
+    return type(kind.__name__, (kind,), body)
 
 
 def _without_rows(value: Any) -> Any:

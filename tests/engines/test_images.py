@@ -143,6 +143,15 @@ CASES = {
     "ZeRO-3": {"parallel.zero_stage": 3},
     "DDP": {"parallel.backend": "accelerate"},
     "FSDP2": {"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
+    "chunks and recomputation, ZeRO-3": {
+        **{"parallel.zero_stage": 3, "kernels.loss": "chunked", "parallel.activation_checkpointing": "full"},
+    },
+    "packed, ZeRO-3": {"parallel.zero_stage": 3, "data.packing": "best_fit", "batch.micro_batch_size": 2},
+    "bf16, ZeRO-3": {"parallel.zero_stage": 3, "parallel.precision": "bf16"},
+    "bf16, FSDP2": {
+        **{"parallel.backend": "accelerate", "parallel.accelerate": "fsdp2", "parallel.zero_stage": 3},
+        **{"parallel.precision": "bf16"},
+    },
     "LoRA": LORA,
     "LoRA, ZeRO-3": {**LORA, "parallel.zero_stage": 3},
     "LoRA, DDP": {**LORA, "parallel.backend": "accelerate"},
@@ -175,11 +184,15 @@ def test_every_strategy_matches_the_plain_loop(family, models, rows):
     by_rank = run_ranks(2, _run, list(recipes.values()), 2, timeout=120)
     plain: dict[str, Trace] = {}
     for number, (name, recipe) in enumerate(recipes.items()):
-        kind = repr(recipe.model)
+        kind = repr((recipe.model, recipe.data, recipe.batch))
         if kind not in plain:
             alone = recipe.with_(
                 **{"parallel.zero_stage": 0, "parallel.backend": "deepspeed", "parallel.accelerate": "ddp"}
             )
             plain[kind] = _losses(alone, 1, plain=True)
         for rank in range(2):
-            assert_same(by_rank[rank][number], plain[kind], f"{name}, rank {rank}")
+            run = by_rank[rank][number]
+            if recipe.parallel.precision == "fp32":
+                assert_same(run, plain[kind], f"{name}, rank {rank}")
+            else:  # one unit in the last place of the loss, as derived in `test_parity`
+                assert worst(run.losses, plain[kind].losses) < 2**-8, f"{name}, rank {rank}"
