@@ -15,7 +15,7 @@ from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.models import build_model
 from tests.helpers.harness import run_ranks
 from tests.helpers.image_chats import image_recipe, image_rows, save_image_model
-from tests.helpers.traces import Trace, assert_same, engine_of, plan_of
+from tests.helpers.traces import Trace, assert_same, engine_of, plan_of, worst
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "gemma4", "qwen3_vl_moe", "qwen3_5_moe")
 TRIED = ("qwen3_vl", "gemma4")
