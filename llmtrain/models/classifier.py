@@ -53,11 +53,16 @@ def decoder_of(config: PreTrainedConfig, **named: Any) -> PreTrainedModel:
     named: further arguments of `from_config`.
     """
     made: Any = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+    if reads_images(config) and (attention := named.get("attn_implementation")):
+        # Parts for other inputs, which no image reaches, may not have the implementation.
+        named["attn_implementation"] = dict.fromkeys(("", "text_config", "vision_config"), attention)
     model: PreTrainedModel = made.from_config(config, **named)
+    if reads_images(config):
+        return with_images(model)
     if takes_cu_seq_lens(named.get("attn_implementation") or ""):
         pass_boundaries(model)
     if made is AutoModelForCausalLM:
-        return with_images(model) if reads_images(config) else model
+        return model
     kind = type(model)
     if kind not in _kinds:
         # `save_pretrained` writes the name of the class to `config.json`.

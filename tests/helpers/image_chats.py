@@ -45,6 +45,8 @@ _GEMMA_NAMES = {
     **{"image_token_id": "<|image|>", "boi_token_id": "<|image>", "eoi_token_id": "<image|>"},
     **{"video_token_id": "<|video|>", "audio_token_id": "<|audio|>"},
 }
+_GEMMA_AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "output_proj_dims": 32}
+"""A part that images do not reach."""
 _GEMMA_PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 8, "max_soft_tokens": 70}
 
 
@@ -57,7 +59,9 @@ def save_image_model(folder: Path, family: str, layers: int = 2) -> Path:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id
     # Attention between the tokens of an image goes both ways, in layers with windows.
     text = {"use_bidirectional_attention": "vision", "pad_token_id": ids("<pad>")} if is_gemma else {}
-    fields = {name: ids(token) for name, token in names.items()}
+    fields: dict[str, Any] = {name: ids(token) for name, token in names.items()}
+    if is_gemma:
+        fields["audio_config"] = _GEMMA_AUDIO
     save_wrapper(folder, family, VOCABULARY, layers, text, **fields)
     (folder / PROCESSOR).write_text(json.dumps(_GEMMA_PROCESSOR if is_gemma else _QWEN_PROCESSOR), encoding="utf-8")
     return folder

@@ -378,7 +378,7 @@ def _images(turns: Sequence[Any], column: Any) -> tuple[Any, ...]:
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS and not part.get("text")
 
 
 def _content(turn: Any) -> Any:

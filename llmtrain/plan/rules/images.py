@@ -79,8 +79,9 @@ def tower(draft: Draft) -> Iterator[Fault]:
     weights = facts.weights.outside if facts.weights else ()
     trained = sum(weight.elements for weight in weights if weight.trained and weight.name.startswith(found.prefixes))
     state = "frozen" if not trained else "trained" if trained == found.parameters else f"{trained:,} of them trained"
+    names = ", ".join(f"{prefix}*" for prefix in found.prefixes)
     message = (
-        f"of '{facts.model_type}', {', '.join(found.prefixes)}* reads images ({found.parameters:,} parameters, "
+        f"of '{facts.model_type}', {names} reads images ({found.parameters:,} parameters, "
         f"{state}): {found.patches_per_token} patches of an image for each of its tokens; memory is predicted for "
         "sequences of image tokens alone, and the time of the tower is not predicted"
     )
