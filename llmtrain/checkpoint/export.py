@@ -113,14 +113,15 @@ def export(
             written = wrapper.model if wrapper else model
             with utf8_name(whole) as named:
                 _write_settings(written, tokenizer, named, pads=bool(recipe.model.new_tokens))
-            if wrapper:
+            if wrapper or recipe.model.images:
                 copy_processors(recipe.model, whole)
             if isinstance(model, OwnModel) and plan.code:
                 write_own_code(model, plan.code, whole)
             write_weights(outgoing, reader.read_as, written.num_parameters(), most_bytes, whole)
         metrics = checkpoint.resolve().parent.parent / "metrics.jsonl"
         dtype_name = str(model.dtype).removeprefix("torch.")
-        card = model_card(plan, read_state(checkpoint), manifests[0], dtype_name, metrics, whole=wrapper is not None)
+        is_multimodal = wrapper is not None or recipe.model.images
+        card = model_card(plan, read_state(checkpoint), manifests[0], dtype_name, metrics, whole=is_multimodal)
         (folder / "README.md").write_text(card, encoding="utf-8")
         write_exported(folder, manifests[0])
 

@@ -3,6 +3,7 @@
 Importing this package loads none of `torch`, `transformers` and `datasets`; each is imported where it is used.
 """
 
+from llmtrain.data.images import Images
 from llmtrain.data.loader import BatchLoader, Completions, Documents, MicroBatch, StepBatch, with_max_steps
 from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, find_prepared, prepare, verify_prepared
 from llmtrain.data.progress import Progress
@@ -17,6 +18,7 @@ __all__ = [
     "BatchLoader",
     "Completions",
     "Documents",
+    "Images",
     "MicroBatch",
     "Prepared",
     "PreparedSource",

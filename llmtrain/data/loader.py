@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from llmtrain.data.images import Images
 from llmtrain.data.items import Items, document_bounds
 from llmtrain.data.order import Mixture, permutation_key, permute
 from llmtrain.data.prefetch import prefetched
@@ -107,6 +108,8 @@ class MicroBatch:
     values: torch.Tensor | None = None
     """[micro_batch_size, T, columns], fp32: the numbers in `objective.columns` of the document of each input; None
     without columns."""
+    images: Images | None = None
+    """Set if the model reads images."""
 
     @cached_property
     def documents(self) -> Documents | None:
@@ -119,7 +122,8 @@ class MicroBatch:
         input_ids, position_ids, labels = (tensor.to(device, non_blocking=True) for tensor in tensors)
         completions = self.completions and self.completions.to(device)
         values = None if self.values is None else self.values.to(device, non_blocking=True)
-        return MicroBatch(input_ids, position_ids, labels, completions, values)
+        images = self.images and self.images.to(device)
+        return MicroBatch(input_ids, position_ids, labels, completions, values, images)
 
 
 @dataclass(frozen=True)
@@ -321,13 +325,27 @@ class BatchLoader:
         most = max((view.most_segments for view in of_completions), default=0)
         columns = max((len(view.stream.loss_columns) for view in views), default=0)
         batch = empty_rows(steps * self._micro, self._prepared.sequence_length, self._prepared.eos_id, most, columns)
+        processor = self._prepared.images
+        images: list[list[tuple[int, bytes]]] = [[] for _ in rows]
         for number, view in enumerate(views):
             rows_of_source = np.flatnonzero(sources == number)
+            if processor:
+                for row, found in zip(rows_of_source, view.read_images(sequences[rows_of_source]), strict=True):
+                    images[row] = found
             if rows_of_source.size:
                 for target, values in zip(batch, view.read(sequences[rows_of_source]), strict=True):
                     if target is not None and values is not None:
                         target[rows_of_source, : values.shape[1]] = values
-        return _tensors(batch, steps, self._shortens)
+        shortens = self._shortens and not any(images)  # an image after the last target would be cut
+        batches = _tensors(batch, steps, shortens)
+        if processor is None:
+            return batches
+        images += [[] for _ in range(steps * self._micro - len(images))]
+        of_steps = [images[step * self._micro : (step + 1) * self._micro] for step in range(steps)]
+        return [
+            replace(one, images=processor.images(of_step, one.input_ids, one.position_ids))
+            for one, of_step in zip(batches, of_steps, strict=True)
+        ]
 
     def _check_sizes(self) -> None:
         problems = []

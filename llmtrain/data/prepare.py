@@ -15,6 +15,7 @@ from llmtrain.data.arrays import compare
 from llmtrain.data.cache import Cache, NotPreparedError, cache_folder, key_of
 from llmtrain.data.chat.template import ChatTemplate, load_template
 from llmtrain.data.chat.tokenize import ChatOptions
+from llmtrain.data.images import ImageProcessor, image_processor
 from llmtrain.data.order import integer_weights
 from llmtrain.data.progress import Progress
 from llmtrain.data.samples import (
@@ -28,9 +29,9 @@ from llmtrain.data.samples import (
 from llmtrain.data.sources.corpus import SPLITS, ConversationCorpus, Corpus, open_corpora
 from llmtrain.data.store import TokenStore
 from llmtrain.data.tokenize import TokenizeOptions, token_store
-from llmtrain.data.tokenizer import FIELD, PreparedTokenizer, prepare_tokenizer
+from llmtrain.data.tokenizer import FIELD, Encoder, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem, UserError
-from llmtrain.plan.facts.model_facts import family_of, pretrained_vocabulary
+from llmtrain.plan.facts.model_facts import declared_config, family_of, pretrained_vocabulary
 from llmtrain.plan.rules.model import packed_conversations
 from llmtrain.recipe import DataConfig, Recipe, Source
 from llmtrain.system.streams import short_names
@@ -77,6 +78,8 @@ class Prepared:
     """Duration of this call, including the time spent waiting for another process."""
     chat_template: ChatTemplate | None = None
     """The template that writes the conversations; None if there are none."""
+    images: ImageProcessor | None = None
+    """Makes the input of the vision tower; None if the model reads texts only."""
     sets: Mapping[str, tuple[PreparedSource, ...]] = field(default_factory=dict)
     """The sources of further evaluation sets, by name."""
 
@@ -221,7 +224,8 @@ def _prepare_all(recipe: Recipe, cache: Cache) -> Prepared:
     made = tokenizer.made or any(source.made for source in (*sources, *chain(*sets.values())))
     template, seconds = chat.template if chat else None, time.perf_counter() - started
     evaluation = sets.pop(MAIN_SET)
-    prepared = Prepared(tokenizer, sources, evaluation, data.sequence_length, made, seconds, template, sets)
+    images = _image_processor(recipe, tokenizer)
+    prepared = Prepared(tokenizer, sources, evaluation, data.sequence_length, made, seconds, template, images, sets)
     _check_evaluation(recipe, prepared)
     return prepared
 
@@ -251,7 +255,23 @@ def _chat_options(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: Prepared
             [Problem("data.conversations_mixed", fault.field, fault.message, fault.fix) for fault in faults]
         )
     template = load_template(data.chat_template, tokenizer.folder)
-    return ChatOptions(template, data.train_on, data.too_long, data.faulty_rows, data.sequence_length)
+    images = _image_processor(recipe, tokenizer)
+    return ChatOptions(template, data.train_on, data.too_long, data.faulty_rows, data.sequence_length, images)
+
+
+def _image_processor(recipe: Recipe, tokenizer: PreparedTokenizer) -> ImageProcessor | None:
+    """Returns what makes the input of the vision tower of a recipe's model; None if it reads texts only.
+
+    Raises DataError also if the tokenizer has no token for images.
+    """
+    if not recipe.model.images:
+        return None
+    processor, encoder = image_processor(recipe.model, *declared_config(recipe.model)), Encoder(tokenizer.folder)
+    if encoder.text_of(processor.token) not in encoder.special_tokens():
+        message = f"has no special token {processor.token}, which stands for images in {recipe.model.pretrained}"
+        fix = f"--set data.tokenizer={recipe.model.pretrained}"
+        raise DataError(Problem("data.images", FIELD, message, fix))
+    return processor
 
 
 def _prepare_sources(

@@ -126,8 +126,10 @@ def _conversations(source: PreparedSource, chats: dict[str, Any], recipe: Recipe
             f"; {mean:.3g} {unit} in a sequence and {mean * recipe.batch.global_batch_size:.3g} in a step, on average"
         )
     middle, most, longest = np.percentile(sizes, (50, 90, 100)).astype(int).tolist() if sizes.size else (0, 0, 0)
+    counts = source.store.meta.get("images", {})
+    images = f" and {sum(split['images'] for split in counts.values()):,} images" if counts else ""
     return (
-        f"{source.name} has {chats['kept']:,} {what} ({where}) with {chats['trained_tokens']:,} trained tokens "
+        f"{source.name} has {chats['kept']:,} {what}{images} ({where}) with {chats['trained_tokens']:,} trained tokens "
         f"(data.train_on={recipe.data.train_on}); lengths: median {middle:,}, "
         f"90 % up to {most:,}, longest {longest:,} tokens; "
         f"{cut}{faulty}{unread}{of_step}"

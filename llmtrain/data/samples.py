@@ -80,6 +80,10 @@ class Samples(ABC):
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`."""
 
+    def read_images(self, index: NDArray[np.int64]) -> list[list[tuple[int, bytes]]]:
+        """Returns the encoded images of each sequence of `index`, with the column of the first image token of each."""
+        return [[] for _ in index]
+
     def prefetch_counts(self, index: NDArray[np.int64]) -> None:  # noqa: B027 - not every kind reads something
         """Starts reading from disk what `count_targets` of `index` needs, without waiting."""
 
@@ -223,6 +227,20 @@ class PackedSamples(Samples):
         """The largest number of segments of a sequence."""
         require_all_intact(self.offsets)
         return int(np.diff(self.offsets).max(initial=0))
+
+    def read_images(self, index: NDArray[np.int64]) -> list[list[tuple[int, bytes]]]:
+        """Returns the encoded images of each sequence of `index`, with the column of the first image token of each."""
+        images = self.stream.images
+        if images is None:
+            return super().read_images(index)
+        rows = []
+        for first, end in zip(self.offsets[index].tolist(), self.offsets[index + 1].tolist(), strict=True):
+            row, before = [], 0
+            for start, length in zip(self.starts[first:end].tolist(), self.lengths[first:end].tolist(), strict=True):
+                row += [(before + column, image) for column, image in images.read(start, length)]
+                before += length
+            rows.append(row)
+        return rows
 
     def read(self, index: NDArray[np.int64]) -> Rows:
         """Reads the sequences of `index`; with `mask_documents`, positions restart at each segment."""

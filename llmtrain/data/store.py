@@ -18,6 +18,31 @@ from llmtrain.data.sources.special import SpecialTokenCounts
 
 
 @dataclass(frozen=True)
+class StoredImages:
+    """The encoded images of a split, in the order of their tokens."""
+
+    tokens: NDArray[np.uint64]
+    """[images]: the index in the stream of the first image token of each."""
+    ends: NDArray[np.uint64]
+    """[images + 1]: 0, then the end of each image in the bytes."""
+    content: NDArray[np.uint8]
+    """[bytes]."""
+
+    def read(self, start: int, length: int) -> list[tuple[int, bytes]]:
+        """Returns the images of a segment of the stream, each with the place of its first image token in it."""
+        first, end = np.searchsorted(self.tokens, np.array([start, start + length], np.uint64))
+        # A search is right if the items on both sides of its results are, whatever else it has compared.
+        bounds = np.array([max(0, first - 1)]), np.array([min(end + 1, len(self.tokens))])
+        require_intact(self.tokens, *bounds)
+        require_intact(self.ends, np.array([first]), np.array([end + 1]))
+        ends = self.ends[first : end + 1].astype(np.int64)
+        require_intact(self.content, ends[:1], ends[-1:])
+        columns = (self.tokens[first:end].astype(np.int64) - start).tolist()
+        pieces = zip(columns, ends[:-1].tolist(), ends[1:].tolist(), strict=True)
+        return [(column, self.content[begin:stop].tobytes()) for column, begin, stop in pieces]
+
+
+@dataclass(frozen=True)
 class Stream:
     """The documents of a split, concatenated.
 
@@ -40,6 +65,9 @@ class Stream:
     """Columns of numbers that a user's own loss is given (`objective.columns`)."""
     values: NDArray[np.float32] | None = None
     """[documents · columns]: the numbers of the first document, then those of the next one; None without columns."""
+
+    images: StoredImages | None = None
+    """The images of conversations; None if the model reads texts only."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -96,7 +124,15 @@ class TokenStore:
         columns = tuple(self.meta.get("loss_columns", ()))
         size = len(columns) * length["documents"]
         values = open_array(self.path, f"{split}_values", np.float32, size) if columns else None
-        return Stream(tokens, documents, trained, self.meta.get("pairs", False), labels, columns, values)
+        images = None
+        if counts := self.meta.get("images"):
+            number = counts[split]["images"]
+            images = StoredImages(
+                open_array(self.path, f"{split}_image_tokens", np.uint64, number),
+                open_array(self.path, f"{split}_image_ends", np.uint64, number + 1),
+                open_array(self.path, f"{split}_images", np.uint8, counts[split]["bytes"]),
+            )
+        return Stream(tokens, documents, trained, self.meta.get("pairs", False), labels, columns, values, images)
 
 
 class StreamWriter:
@@ -142,6 +178,27 @@ class StreamWriter:
         if self._values:
             self._values.append(np.array(values, np.float32).reshape(len(ends) * len(self.loss_columns)))
         self.counts += np.bincount(tokens, minlength=len(self.counts))
+
+
+class ImageWriter:
+    """Writes the images of a split, besides its stream."""
+
+    def __init__(self, stream: StreamWriter) -> None:
+        self._tokens = stream.open("image_tokens", np.uint64)
+        self._ends = stream.open("image_ends", np.uint64)
+        self._ends.append(np.zeros(1, np.uint64))
+        self._content = stream.open("images", np.uint8)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The numbers of images and bytes written."""
+        return {"images": self._tokens.length, "bytes": self._content.length}
+
+    def append(self, token: int, image: bytes) -> None:
+        """Appends an encoded image. token: the index in the stream of its first image token."""
+        self._tokens.append(np.array([token], np.uint64))
+        self._content.append(np.frombuffer(image, np.uint8))
+        self._ends.append(np.array([self._content.length], np.uint64))
 
 
 def write_counts(folder: Path, writers: Mapping[Split, StreamWriter]) -> dict[str, Any]:

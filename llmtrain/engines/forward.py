@@ -51,6 +51,7 @@ from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.models.varlen import check_device
 from llmtrain.overrides.transformers import attention_of
 from llmtrain.plan import Plan
+from llmtrain.plan.facts.wrapper import text_of
 from llmtrain.plan.kernels import CHUNK_TOKENS, chunks_loss, overwrites_logits, recomputes_loss
 from llmtrain.recipe import Recipe
 
@@ -79,7 +80,7 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
 
     Raises RecipeError if the model's family does not support them.
     """
-    recipe, kernels = plan.recipe, plan.recipe.kernels
+    recipe, kernels, config = plan.recipe, plan.recipe.kernels, text_of(config)
     device = torch.device("cpu" if plan.cluster.spec.on_cpu else "cuda")  # for GPUs, that of this rank
     check_device(recipe.model.attention_kernel, device)
     compiled = [name for name in ("blocks", "loss") if getattr(kernels, name) == "compiled"]
@@ -115,7 +116,7 @@ def use_kernels(model: PreTrainedModel, plan: Plan, has_head: bool = True) -> No
     """
     recipe, kernels = plan.recipe, plan.recipe.kernels
     if recipe.data.has_document_mask or recipe.parallel.sequence > 1:
-        keep_apart(model, mixing_parts(model.config))
+        keep_apart(model, mixing_parts(text_of(model.config)))
     use_recomputation(model, recipe.parallel, is_ring=plan.sequence_ring > 1)
     if kernels.fp8 != "off":
         precision.use_fp8(model, kernels.fp8)
@@ -182,11 +183,15 @@ def run_model(
     **arguments: Tensor,
 ) -> tuple[Any, Tensor | None]:
     """Returns the model's output, and the auxiliary loss to add, if the model has one. Arguments as for `forward`."""
+    position_ids = batch.position_ids.to(device, non_blocking=True)
+    inputs: dict[str, Any] = {"position_ids": position_ids}
+    if batch.images is not None:
+        inputs |= batch.images.arguments(position_ids)
     with document_masks(whole):
         output = call(
             input_ids=batch.input_ids.to(device, non_blocking=True),
-            position_ids=batch.position_ids.to(device, non_blocking=True),
             use_cache=False,
+            **inputs,
             **arguments,
             **varlen_arguments(model, whole, device),
         )

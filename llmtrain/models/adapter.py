@@ -42,6 +42,7 @@ from llmtrain.models.stages import Stage
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import COPY_ERRORS, build_tiny_model, packed_input
 from llmtrain.plan.facts.built_model import STACKS, has_fused_experts, without_gradient
+from llmtrain.plan.facts.images import IMAGE_FAMILIES, reads_images
 from llmtrain.plan.facts.model import TextPart
 from llmtrain.plan.facts.model_facts import part_of
 from llmtrain.plan.facts.trained import matches
@@ -144,7 +145,8 @@ def select_trained(recipe: Recipe, config: PreTrainedConfig) -> Trained | None:
     )
     packed = nf4.packed_names(whole, weights) if model.quantize == "nf4" else frozenset()
     trained = Trained(weights, adapted, parameters, saved, lora, packed)
-    _check_used(config, trained)
+    if not reads_images(config):  # these families call all of their linear layers
+        _check_used(config, trained)
     return trained
 
 
@@ -365,7 +367,8 @@ def _adapted_modules(
         if not (targeted or lora.target_parameters):
             matched = {str(lora.target_modules): []}
     elif adapter.targets == "all-linear":
-        targeted = [name for name in names if name in linear - ends - unreached]
+        tower = tuple(IMAGE_FAMILIES[whole.config.model_type].tower) if reads_images(whole.config) else ()
+        targeted = [name for name in names if name in linear - ends - unreached and not name.startswith(tower)]
         matched = {"all-linear": targeted}
     else:
         matched = {target: [name for name in names if matches(name, [target])] for target in adapter.targets}

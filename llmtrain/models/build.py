@@ -48,7 +48,7 @@ from llmtrain.plan.facts.model_facts import (
     pretrained_folder,
 )
 from llmtrain.plan.facts.rotary import effective_overrides
-from llmtrain.plan.facts.wrapper import declare_causal_lm
+from llmtrain.plan.facts.wrapper import declare_causal_lm, text_of
 from llmtrain.plan.stages import stage_bounds
 from llmtrain.recipe import ModelConfig, Recipe
 
@@ -82,7 +82,7 @@ def configuration_of(model: ModelConfig, values: dict[str, Any]) -> PreTrainedCo
         with remote_code_errors(str(model.pretrained)):
             config = pretrained_configuration(model, values)
         if values and not has_own_code(model, vars(config)):
-            _check_effect(model, type(config), values)
+            _check_effect(model, type(text_of(config)), values)
         return config
     except (ValueError, OSError, TypeError, StrictDataclassError) as error:
         field = "model.architecture" if model.architecture else "model.pretrained"

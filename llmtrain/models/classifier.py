@@ -20,8 +20,10 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from llmtrain.errors import FamilyError
+from llmtrain.models.images import with_images
 from llmtrain.models.varlen import pass_boundaries, takes_cu_seq_lens
 from llmtrain.plan.facts.classifier import FIELD, is_classifier
+from llmtrain.plan.facts.images import reads_images
 
 
 class _OutputsOfAllTokens:
@@ -51,7 +53,12 @@ def decoder_of(config: PreTrainedConfig, **named: Any) -> PreTrainedModel:
     named: further arguments of `from_config`.
     """
     made: Any = AutoModelForSequenceClassification if is_classifier(config) else AutoModelForCausalLM
+    if reads_images(config) and (attention := named.get("attn_implementation")):
+        # Parts for other inputs, which no image reaches, may not have the implementation.
+        named["attn_implementation"] = dict.fromkeys(("", "text_config", "vision_config"), attention)
     model: PreTrainedModel = made.from_config(config, **named)
+    if reads_images(config):
+        return with_images(model)
     if takes_cu_seq_lens(named.get("attn_implementation") or ""):
         pass_boundaries(model)
     if made is AutoModelForCausalLM:

@@ -110,6 +110,10 @@ class ModelConfig(Part):
     unused_weights: Many[str] = ()
     """Patterns for the names of tensors in the files of `pretrained` that the model does not have, such as
     `vision_tower.*`, and that training leaves out. Without them, such tensors are refused."""
+    images: bool = False
+    """Of a multimodal model in `pretrained`, train the whole on conversations with images: its vision tower, which
+    `trainable` or an `adapter` may freeze, and its text model, whose configuration `config` overrides. Without it, the
+    text model is trained, on texts."""
     trust_remote_code: bool = False
     """Run the model code in a hub repository."""
     adapter: LoraConfig | None = None
@@ -138,6 +142,13 @@ class ModelConfig(Part):
             raise ValueError("`tiny`, `parts` and `tp_plan` are only used with `build`")
         if self.build is not None and self.num_labels is not None:
             raise ValueError("`num_labels` has no effect on a model of your own: let `build` return one with that head")
+        if self.images:
+            if self.pretrained is None:
+                raise ValueError("`images` needs the `pretrained` weights of a multimodal model")
+            without = {"num_labels": self.num_labels, "new_tokens": self.new_tokens, "kept_rows": self.kept_rows}
+            without |= {"trust_remote_code": self.trust_remote_code, "quantize": self.quantize != "none"}
+            if others := [name for name, value in without.items() if value]:
+                raise ValueError(f"`images` cannot be combined with {', '.join(others)}; leave one of them out")
         if self.adapter is not None and self.trainable:
             raise ValueError("`adapter` freezes every weight; name what else to train in `adapter.modules_to_save`")
         if self.quantize != "none" and (self.adapter is None or self.pretrained is None):

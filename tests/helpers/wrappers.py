@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,13 +45,23 @@ _TEXT: dict[str, dict[str, Any]] = {
 PROCESSOR = "preprocessor_config.json"
 
 
-def save_wrapper(folder: Path, family: str) -> Path:
-    """Saves a multimodal model with random weights and a processor; returns the folder."""
+def save_wrapper(
+    folder: Path,
+    family: str,
+    vocabulary: int = VOCABULARY,
+    layers: int = 4,
+    text: Mapping[str, Any] = MappingProxyType({}),
+    **fields: Any,
+) -> Path:
+    """Saves a multimodal model with random weights and a processor; returns the folder.
+
+    text, fields: of the text model's configuration, and of the whole.
+    """
     kind: Any = CONFIG_MAPPING[family]
-    tiny = shrink_configuration(text_configuration(kind()), 4, **_TEXT.get(family, {}), vocab_size=VOCABULARY)
-    config = kind(
-        vision_config=VISION[family], text_config=tiny.to_dict(), tie_word_embeddings=tiny.tie_word_embeddings
-    )
+    own = {name: vocabulary if value == VOCABULARY else value for name, value in _TEXT.get(family, {}).items()}
+    tiny = shrink_configuration(text_configuration(kind()), layers, **own, **text, vocab_size=vocabulary)
+    tied = tiny.tie_word_embeddings
+    config = kind(vision_config=VISION[family], text_config=tiny.to_dict(), tie_word_embeddings=tied, **fields)
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = AutoModelForMultimodalLM.from_config(config, dtype=torch.float32)

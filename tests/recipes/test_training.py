@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -37,7 +38,13 @@ SIZES = {
     },
 }
 CONTINUED = ("continue_pretrained", "yarn_128k")
-FINE_TUNING = ("dpo_llama3_8b_lora", "sft_chat", "sft_llama3_8b_lora")
+OWN_FAMILIES = {
+    "sft_gemma4": "gemma4_text",
+    "sft_gpt_oss_20b_lora": "gpt_oss",
+    "sft_qwen3_5_moe_lora": "qwen3_5_moe_text",
+}
+FINE_TUNING = ("dpo_llama3_8b_lora", "sft_chat", "sft_llama3_8b_lora", *OWN_FAMILIES)
+WITH_IMAGES = ("sft_qwen3_vl_4b_lora",)
 SHRUNK = {
     "data.tokenizer": {"vocab_size": 512},
     "data.sequence_length": 64,
@@ -108,7 +115,8 @@ def _assert_learned(lines: list[dict], evaluations: int = 2) -> None:
 
 
 def test_every_recipe_is_tested():
-    assert {*SIZES, *CONTINUED, *FINE_TUNING} == {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    tested = {*SIZES, *CONTINUED, *FINE_TUNING, *WITH_IMAGES}
+    assert tested == {path.stem for path in (ROOT / "recipes").glob("*.py")}
 
 
 QUICK = ("qwen3_30b_a3b",)
@@ -153,6 +161,20 @@ def test_the_context_is_extended_and_the_export_says_so(corpus, pretrained, tmp_
     assert config["max_position_embeddings"] == 128
 
 
+def _of_family(family: str, pretrained: Path, folder: Path) -> Path:
+    """A tiny model of a family, with the vocabulary of another one."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tools.families import tiny_config
+
+    config = tiny_config(family)
+    config.vocab_size = config.vocab_size_per_layer_input = AutoConfig.from_pretrained(pretrained).vocab_size
+    shutil.copytree(pretrained, folder, ignore=shutil.ignore_patterns("*.safetensors", "*config.json"))
+    shutil.copy(pretrained / "tokenizer_config.json", folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if "dpo" in name else pytest.mark.breadth) for name in FINE_TUNING],
@@ -161,8 +183,9 @@ def test_shrunk_fine_tuning_trains(name, pretrained, tmp_path):
     rows = tmp_path / "rows.jsonl"
     row = _pair if "dpo" in name else _conversation
     rows.write_text("".join(json.dumps(row(number)) + "\n" for number in range(200)))
+    folder = _of_family(OWN_FAMILIES[name], pretrained, tmp_path / "tiny") if name in OWN_FAMILIES else pretrained
     fields = SHRUNK | {
-        "model.pretrained": str(pretrained),
+        "model.pretrained": str(folder),
         "data.sources": [{"name": str(rows)}],
         "data.cache_dir": str(tmp_path),
         "data.tokenizer": str(pretrained),
@@ -172,8 +195,30 @@ def test_shrunk_fine_tuning_trains(name, pretrained, tmp_path):
         "export.sample_prompt": None,
     }
     _assert_learned(_train(name, fields, tmp_path / "run"), evaluations=3)
-    exported = "model" if name == "sft_chat" else "adapter_model"
+    exported = "adapter_model" if "lora" in name else "model"
     assert (tmp_path / "run" / "export" / f"{exported}.safetensors").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_IMAGES)
+def test_shrunk_fine_tuning_on_images_trains(name, tmp_path):
+    from tests.helpers.image_chats import image_rows, save_image_model
+
+    model, rows = save_image_model(tmp_path / "model", "qwen3_vl"), tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in image_rows(tmp_path, 60)))
+    fields = SHRUNK | {
+        "model.pretrained": str(model),
+        "data.sources": [{"name": str(rows)}],
+        "data.cache_dir": str(tmp_path),
+        "data.tokenizer": str(model),
+        "data.sequence_length": 96,
+        "data.faulty_rows": "refuse",
+        "parallel.precision": "fp32",
+        "train.epochs": None,
+        "export.sample_prompt": None,
+    }
+    _assert_learned(_train(name, fields, tmp_path / "run"), evaluations=3)
+    assert (tmp_path / "run" / "export" / "adapter_model.safetensors").is_file()
 
 
 def _conversation(number: int) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from typing import Any, Literal
@@ -26,6 +26,8 @@ _ROLE = {name: role for role, names in ROLES.items() for name in names}
 FUNCTION_CALL = ("function_call", "tool_call")
 """ShareGPT's roles for an assistant turn that is a tool call."""
 _EXCHANGE = ("user", "assistant")
+_WITH_IMAGES = ("system", "user", "tool")
+"""Roles whose messages may have images."""
 REASONING = ("reasoning_content", "thinking", "reasoning")
 TRAINED = ("train", "weight", "loss", "trainable", "loss_mask", "loss_weight")
 """Keys of a message whose value says whether it is trained on: 0 or 1, false or true."""
@@ -33,7 +35,14 @@ KEYS = frozenset(
     ("role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id", *REASONING, *TRAINED)
 )
 """The keys of a message that are read."""
-PART_KEYS = frozenset(("type", "text"))
+IMAGE_KEYS = ("image", "path", "url", "bytes", "base64", "image_url")
+"""Keys of a part of a content that hold an image. Without any, the part stands for the next one of the column of
+images."""
+PART_KEYS = frozenset(("type", "text", *IMAGE_KEYS))
+IMAGE_PARTS = ("image", "image_url", "input_image")
+IMAGE = "\ufdd0"
+"""Stands for an image in the content of a message: a character that Unicode leaves to programs, which no text may
+contain."""
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 """Types of the parts of a content that are read."""
 _MASK = re.compile("(?<![a-z])(mask|loss|train|weight|ignore)", re.IGNORECASE)
@@ -61,9 +70,10 @@ NAMES: dict[Format, dict[str, tuple[str, ...]]] = {
     "unpaired_preference": {**_PROMPT_COMPLETION, "label": ("label", "desirable")},
 }
 """The parts that each format requires → their usual column names, in order of preference."""
+_IMAGES: dict[str, tuple[str, ...]] = {"images": ("images",)}
 OPTIONAL: dict[Format, dict[str, tuple[str, ...]]] = {
-    "messages": {**_CONTEXT, "tools": ("tools", "functions")},
-    "prompt_completion": {"history": ("history",), **_CONTEXT},
+    "messages": {**_CONTEXT, "tools": ("tools", "functions"), **_IMAGES},
+    "prompt_completion": {"history": ("history",), **_CONTEXT, **_IMAGES},
     "instruction": {"input": ("input", "context"), "history": ("history",), "system": _CONTEXT["system"]},
     "preference": {"prompt": _PROMPT_COMPLETION["prompt"], **_CONTEXT},
     "unpaired_preference": _CONTEXT,
@@ -94,6 +104,8 @@ class Conversation:
     """For each message, False if it is marked as not to be trained on (`TRAINED`)."""
     tools: tuple[dict[str, Any], ...] = ()
     """JSON schemas of the functions that may be called."""
+    images: tuple[Any, ...] = ()
+    """The images that `IMAGE` stands for in the contents, as the row gives them."""
 
     def text(self) -> str:
         """Returns text to train a tokenizer on: the texts of the messages, and the calls and tools as JSON."""
@@ -230,7 +242,7 @@ class Layout:
     def _conversation(self, turns: list[Any], parts: Mapping[str, Any]) -> Conversation:
         if (system := parts.get("system") or self.system) and not any(_role(turn) == "system" for turn in turns):
             turns = [{"role": "system", "content": system}, *turns]
-        return conversation(turns, parts.get("tools"))
+        return conversation(turns, parts.get("tools"), parts.get("images"))
 
 
 @dataclass(frozen=True)
@@ -300,8 +312,11 @@ def find_layout(
     raise DataError(Problem("data.column", f"{field}.columns", message, fix))
 
 
-def conversation(turns: Any, tools: Any = None) -> Conversation:
-    """Validates messages in OpenAI's or ShareGPT's form and returns the conversation. Raises RowError."""
+def conversation(turns: Any, tools: Any = None, images: Any = None) -> Conversation:
+    """Validates messages in OpenAI's or ShareGPT's form and returns the conversation. Raises RowError.
+
+    images: those that parts of contents stand for without having one.
+    """
     if not isinstance(turns, (list, tuple)) or not turns:
         raise RowError(f"messages are {format_value(turns)}, not a list of messages")
     if len(turns) > MAX_MESSAGES:
@@ -317,7 +332,7 @@ def conversation(turns: Any, tools: Any = None) -> Conversation:
         for number, (role, previous) in enumerate(zip(roles, [None, *messages], strict=False), start=1):
             if role == "tool" and not (previous and (previous["role"] == "tool" or "tool_calls" in previous)):
                 raise RowError(f"message {number} is the result of a tool that was not called")
-    return Conversation(tuple(messages), tuple(trained), tuple(_tools(tools)))
+    return Conversation(tuple(messages), tuple(trained), tuple(_tools(tools)), _images(turns, images))
 
 
 def _column(part: str, usual: tuple[str, ...], named: Mapping[str, str], available: list[str]) -> str | None:
@@ -328,7 +343,7 @@ def _message(number: int, turn: Any) -> Message:
     if not isinstance(turn, Mapping):
         raise RowError(f"message {number} is {format_value(turn)}, not an object")
     role = _role(turn)
-    content = _text(number, _content(turn))
+    content = _text(number, _content(turn), role in _WITH_IMAGES)
     message: Message = {"role": role, "content": content}
     if turn.get("role", turn.get("from")) in FUNCTION_CALL:
         message |= {"content": "", "tool_calls": [_call(number, _json(content, f"the call of message {number}"))]}
@@ -347,6 +362,25 @@ def _message(number: int, turn: Any) -> Message:
     return message
 
 
+def _images(turns: Sequence[Any], column: Any) -> tuple[Any, ...]:
+    """Returns the images of messages in order. column: the row's column of images. Raises RowError."""
+    rest = [] if column is None else list(column) if isinstance(column, (list, tuple)) else [column]
+    found, given = [], iter(rest)
+    parts = [part for turn in turns for part in _parts_of(turn) if _is_image(part)]
+    for part in parts:
+        values = {key: part[key] for key in IMAGE_KEYS if part.get(key) is not None}
+        image = values.pop("image_url", values)
+        found.append(image or next(given, None))
+    placeholders = sum(not any(part.get(key) is not None for key in IMAGE_KEYS) for part in parts)
+    if placeholders != len(rest):
+        raise RowError(f"{placeholders} parts stand for images of the column of images, which has {len(rest)}")
+    return tuple(found)
+
+
+def _is_image(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS and not part.get("text")
+
+
 def _content(turn: Any) -> Any:
     return turn.get("content", turn.get("value")) if isinstance(turn, Mapping) else turn
 
@@ -356,20 +390,32 @@ def _role(turn: Any) -> str | None:
     return "assistant" if name in FUNCTION_CALL else _ROLE.get(name) if isinstance(name, str) else None
 
 
-def _text(number: int, content: Any) -> str:
-    """Returns the text of a message's content, which may be a list of parts. Raises RowError."""
+def _text(number: int, content: Any, with_images: bool = False) -> str:
+    """Returns the text of a message's content, which may be a list of parts, with `IMAGE` for each image.
+
+    with_images: whether there may be images. Raises RowError.
+    """
     if content is None:
         return ""
     if isinstance(content, (list, tuple)):
-        if not all(map(_is_text, content)):
+        if not all(_is_text(part) or (with_images and _is_image(part)) for part in content):
+            if any(map(_is_image, content)):
+                raise RowError(f"message {number} has an image, but only messages of {' and '.join(_WITH_IMAGES)} may")
             raise RowError(f"message {number} has parts that are not text: {format_value(content)}")
         for name, value in chain.from_iterable(part.items() for part in content):
             if name not in PART_KEYS and _may_mask(name, value):
                 raise RowError(f"a part of message {number} has the unknown key '{name}', which may be a mask")
-        content = "".join(part["text"] for part in content)
+        texts = [None if _is_image(part) else _plain(number, part["text"]) for part in content]
+        return "".join(IMAGE if text is None else text for text in texts)
     if not isinstance(content, str):
         raise RowError(f"the content of message {number} is {format_value(content)}, not text")
-    return content
+    return _plain(number, content)
+
+
+def _plain(number: int, text: str) -> str:
+    if IMAGE in text:
+        raise RowError(f"message {number} contains the character U+{ord(IMAGE):X}, which is reserved")
+    return text
 
 
 def _is_text(part: Any) -> bool:
@@ -437,7 +483,7 @@ def _texts(value: Any) -> Iterator[str]:
             yield from _texts(item)
 
 
-def _parts_of(turn: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def _parts_of(turn: Any) -> list[Mapping[str, Any]]:
     content = _content(turn)
     return [part for part in content if isinstance(part, Mapping)] if isinstance(content, (list, tuple)) else []
 

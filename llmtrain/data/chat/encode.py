@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from llmtrain.data.chat.skeleton import Bounds, Skeleton, is_byte_level
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.chat.turns import PARTS, Renderer, Turn
 from llmtrain.errors import Problem, RecipeError
+
+if TYPE_CHECKING:
+    from llmtrain.data.images import ImageTokens
 
 Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -38,6 +41,29 @@ class Encoded:
     """For each message of the assistant, the number of tokens up to its end, where the conversation may be cut."""
     ends: frozenset[int]
     """The tokens that end these turns. Generation stops at them."""
+    images: tuple[tuple[int, int], ...] = ()
+    """For each image, the index of its first image token, and the index after its last token."""
+
+    def with_images(self, token: int, images: Sequence[ImageTokens]) -> Encoded:
+        """Returns the tokens with those of images in place of each `token`; none of them is a label.
+
+        Raises RowError unless there is one for each image.
+        """
+        places = np.flatnonzero(self.ids == token)
+        if len(places) != len(images):
+            raise RowError(f"the chat template writes {len(places)} image tokens for {len(images)} images")
+        sizes = np.ones(len(self.ids), np.int64)
+        sizes[places] = [len(image) for image in images]
+        ids, mask = np.repeat(self.ids, sizes), np.repeat(self.loss_mask, sizes)
+        before = np.cumsum(sizes) - sizes
+        spans = []
+        for start, image in zip(before[places].tolist(), images, strict=True):
+            end, first = start + len(image), start + len(image.before)
+            ids[start:first], ids[first + image.number : end] = image.before, image.after
+            mask[start:end] = False
+            spans.append((first, end))
+        cuts = tuple(int(sizes[:cut].sum()) for cut in self.cuts)
+        return Encoded(ids, mask, cuts, self.ends, tuple(spans))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from llmtrain.data.chat.conversation import Conversation, Message, RowError
+from llmtrain.data.chat.conversation import IMAGE, Conversation, Message, RowError
 from llmtrain.errors import DataError, Problem, reason
 from llmtrain.plan.facts.template_limits import TEMPLATE_FIELD, run_template
 from llmtrain.plan.facts.vocabulary import no_template, read_template, read_tokenizer_config
@@ -129,13 +129,25 @@ class ChatTemplate:
         return run_template(
             render_jinja_template,
             sum(map(len, chats)),
-            [list(messages) for messages in chats],
+            [list(map(_with_parts, messages)) for messages in chats],
             tools=list(tools) or None,
             chat_template=_FIXED_DATE + self.source if self.writes_date else self.source,
             add_generation_prompt=prompt,
             return_assistant_tokens_mask=spans,
             **self.special,
         )
+
+
+def _with_parts(message: Message) -> Message:
+    """Returns a message with images in the form that templates read: its content is a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str) or IMAGE not in content:
+        return message
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(content.split(IMAGE)):
+        parts += [{"type": "image"}] if number else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return {**message, "content": parts}
 
 
 def _with_text_arguments(message: Message) -> Message:

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,14 +16,16 @@ import numpy as np
 from llmtrain.data.chat.conversation import Conversation, Layout, PromptWithCompletions, RowError
 from llmtrain.data.chat.encode import ChatEncoder, Encoded, RenderedChat, TrainOn
 from llmtrain.data.chat.template import ChatTemplate
+from llmtrain.data.images import ImageProcessor, decode_image, read_image
 from llmtrain.data.prefetch import prefetched
 from llmtrain.data.progress import Task
 from llmtrain.data.sources.corpus import SPLITS, ConversationCorpus, Split, held_out, row_counts
 from llmtrain.data.sources.formats import Document
 from llmtrain.data.sources.special import SpecialTokenCounter
-from llmtrain.data.store import StreamWriter, write_counts
+from llmtrain.data.store import ImageWriter, StreamWriter, write_counts
 from llmtrain.data.tokenizer import Encoder, PreparedTokenizer
 from llmtrain.errors import DataError, Problem
+from llmtrain.plan.facts.images import FIELD
 from llmtrain.plan.facts.template_limits import limited_templates
 
 FORMAT = 9
@@ -42,10 +44,14 @@ class ChatOptions:
     too_long: Literal["drop", "cut_turns"]
     faulty_rows: Literal["refuse", "drop"]
     sequence_length: int
+    images: ImageProcessor | None = None
+    """Reads their images; None if the model reads texts only."""
 
     def key(self) -> list[Any]:
         """Returns values that identify these settings."""
-        return ["chat", FORMAT, *asdict(self).values()]
+        settings = asdict(replace(self, images=None))
+        del settings["images"]
+        return ["chat", FORMAT, *settings.values(), *(self.images.key if self.images else [])]
 
 
 @dataclass
@@ -110,8 +116,11 @@ class _ChatWriter(StreamWriter):
         labelled: bool,
         stack: ExitStack,
         loss_columns: tuple[str, ...],
+        with_images: bool,
     ) -> None:
         super().__init__(folder, split, vocab_size, stack, loss_columns)
+        self._images = ImageWriter(self) if with_images else None
+        self._buffered_tokens = 0
         self._trained = self.open("trained", np.bool_)
         self._desirable = self.open("desirable", np.bool_) if labelled else None
         self._buffer: list[tuple[Encoded, int]] = []
@@ -123,15 +132,27 @@ class _ChatWriter(StreamWriter):
         sizes: Sequence[int],
         desirable: bool | None,
         values: tuple[float, ...],
+        images: Sequence[bytes] = (),
     ) -> None:
         """Appends an example. sizes: for each conversation, the number of its first tokens to write.
 
-        values: those of its row, which each of its conversations has.
+        values: those of its row, which each of its conversations has. images: those of its only conversation.
         """
+        if self._images:
+            for (first, end), image in zip(conversations[0].images, images, strict=True):
+                if end <= sizes[0]:  # the last turns may be cut off
+                    self._images.append(self.tokens + self._buffered_tokens + first, image)
+            self._buffered_tokens += sizes[0]
         self._buffer += zip(conversations, sizes, strict=True)
         self._buffered_values += [values] * len(sizes)
         if self._desirable:
             self._desirable.append(np.array([desirable]))
+
+    @property
+    def image_counts(self) -> dict[str, int]:
+        """The numbers of images, and of their bytes, that have been written."""
+        assert self._images is not None, "the store has images"
+        return self._images.counts
 
     def flush(self) -> None:
         """Writes the buffer to the files."""
@@ -141,6 +162,7 @@ class _ChatWriter(StreamWriter):
             self.append(tokens, np.cumsum([size for _, size in self._buffer]) + self.tokens, self._buffered_values)
             self._buffer.clear()
             self._buffered_values.clear()
+            self._buffered_tokens = 0
 
 
 def tokenize_conversations(
@@ -166,7 +188,10 @@ def tokenize_conversations(
     labelled = corpus.chat.format == "unpaired_preference"
     with limited_templates(), ExitStack() as stack:
         writers = {
-            split: _ChatWriter(folder, split, tokenizer.vocab_size, labelled, stack, loss_columns) for split in SPLITS
+            split: _ChatWriter(
+                folder, split, tokenizer.vocab_size, labelled, stack, loss_columns, options.images is not None
+            )
+            for split in SPLITS
         }
         # A thread reads and renders the next batch while the tokenizer works on the previous one.
         batches = prefetched(_batches(corpus, field, encoder, counter, counts))
@@ -176,6 +201,9 @@ def tokenize_conversations(
             encoded = iter(encoder.tokenize([chat for example in examples for chat in example.chats]))
             for document, chats, desirable in examples:
                 results = [next(encoded) for _ in chats]
+                images: list[bytes] = []
+                if any(isinstance(chat, RenderedChat) and chat.conversation.images for chat in chats):
+                    images, results = _with_images(document, chats[0], results[0], options.images, field)
                 if error := next((result for result in results if isinstance(result, RowError)), None):
                     if document is not faulty_row:  # a row may have several labelled completions
                         counts.fault(document.place, error)
@@ -186,7 +214,7 @@ def tokenize_conversations(
                 counts.count(conversations, sizes, labelled)
                 if sizes:
                     split: Split = "eval" if held_out(document.text, eval_fraction) else "train"
-                    writers[split].add(conversations, sizes, desirable, document.values)
+                    writers[split].add(conversations, sizes, desirable, document.values, images)
             for writer in writers.values():
                 writer.flush()
             task.update(examples[-1].document.fraction, str(row_counts(corpus) or f"{counts.rows:,} rows"))
@@ -197,6 +225,9 @@ def tokenize_conversations(
         fix = "--set data.faulty_rows=drop leaves such rows out"
         raise DataError(Problem("data.conversations", field, message + lines + more, fix))
     special = counter.counts()
+    with_images = (
+        {"images": {split: writer.image_counts for split, writer in writers.items()}} if options.images else {}
+    )
     return {
         "corpus": corpus.name,
         **write_counts(folder, writers),
@@ -206,7 +237,34 @@ def tokenize_conversations(
         "pairs": corpus.chat.format == "preference",
         "judged": labelled,
         "seconds": time.perf_counter() - started,
+        **with_images,
     }
+
+
+def _with_images(
+    document: Document,
+    chat: RenderedChat | RowError,
+    encoded: Encoded | RowError,
+    processor: ImageProcessor | None,
+    field: str,
+) -> tuple[list[bytes], list[Encoded | RowError]]:
+    """Returns the images of a conversation, and its tokens with theirs.
+
+    Raises DataError if the model reads texts only: such rows are not dropped as faulty ones.
+    """
+    if processor is None:
+        message = f"{document.place} has images, but the model reads texts only"
+        fix = f"--set {FIELD}=true trains a multimodal model as a whole; a filter of the source may leave such rows out"
+        raise DataError(Problem("data.images", field, message, fix))
+    assert isinstance(chat, RenderedChat), "it has images"
+    if isinstance(encoded, RowError):
+        return [], [encoded]
+    try:
+        images = [read_image(image, document.folder) for image in chat.conversation.images]
+        tokens = [processor.tokens(decode_image(image)) for image in images]
+        return images, [encoded.with_images(processor.token, tokens)]
+    except RowError as fault:
+        return [], [fault]
 
 
 def _sizes(row: list[Encoded], most: int, too_long: str, desirable: bool | None) -> list[int]:

@@ -6,6 +6,7 @@ second copy is written besides the token store, and errors name the file and the
 
 from __future__ import annotations
 
+import base64
 import codecs
 import csv
 import gzip
@@ -40,7 +41,14 @@ MAX_ESCAPE_CHARACTERS = 12
 """Characters of the longest text that cannot be decoded in part: an escaped surrogate pair."""
 _NOT_SPACE = re.compile(r"[^ \t\r\n]")
 _DECODER = json.JSONDecoder()
-AS_JSON = json.JSONEncoder(ensure_ascii=False, default=str)
+
+
+def _as_text(value: Any) -> str:
+    """Returns a value that JSON lacks as text: bytes, such as those of an image, as a data URL."""
+    return f"data:;base64,{base64.b64encode(value).decode()}" if isinstance(value, bytes) else str(value)
+
+
+AS_JSON = json.JSONEncoder(ensure_ascii=False, default=_as_text)
 
 
 class Document(NamedTuple):
@@ -55,6 +63,8 @@ class Document(NamedTuple):
     """The parsed row, if `text` is its JSON and was read from JSON; avoids parsing it again."""
     values: tuple[float, ...] = ()
     """The numbers in the columns that the loss is given (`objective.columns`)."""
+    folder: Path | None = None
+    """Folder of the file that it was read from, to which the paths of images are relative."""
 
 
 DocumentReader = Callable[[Path, str | None], Iterator[Document]]
@@ -447,7 +457,8 @@ class FileCorpus:
         for path, stored in zip(self.files, self.prints, strict=True):
             try:
                 for document in reader(path, self.column):
-                    yield document._replace(fraction=(done + document.fraction * stored.size) / total)
+                    fraction = (done + document.fraction * stored.size) / total
+                    yield document._replace(fraction=fraction, folder=path.parent)
             except DataError as error:
                 if not (self.lenient and error.problems[0].rule == "data.utf8"):
                     raise

@@ -197,7 +197,8 @@ class OwnRows:
                 continue
             where = f", after {self.code.functions['map']}" if rows is not None else ""
             for row in [document.row or json.loads(document.text)] if rows is None else rows:
-                yield from self._with_values(row, document.place + where, document.fraction)
+                for own in self._with_values(row, document.place + where, document.fraction):
+                    yield own._replace(folder=document.folder)
 
     def _with_values(self, row: dict[str, Any], place: str, fraction: float) -> Iterator[Document]:
         """Yields the document of a row, with the numbers for the loss; nothing for a null text or a dropped row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from llmtrain.plan.facts.images import IMAGE_FAMILIES, reads_images
 from llmtrain.plan.facts.weights import Weight, Weights, runs_of
 
 PROBE_TOKENS = 512
@@ -44,6 +45,11 @@ def without_gradient(config: Any) -> tuple[str, ...]:
 
     if found := getattr(config, "found", None):  # the parts of a user's own model
         return tuple(found.without_gradient)
+    if reads_images(config):  # every micro-batch has an image
+        with torch.device("meta"):
+            whole = AutoModelForCausalLM.from_config(config)
+        unread = IMAGE_FAMILIES[config.model_type].unread
+        return tuple(name for name, _ in whole.named_parameters() if name.startswith(unread))
     indexer = INDEXERS.get(config.model_type)
     if indexer is None and config is config.get_text_config() and type(config).__module__.startswith("transformers."):
         return ()
@@ -143,6 +149,9 @@ def decoder_lists(model: Any) -> dict[str, Any]:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and not any(part.isdigit() for part in name.split("."))
     }
+    if reads_images(model.config):  # a tower may have as many layers
+        inside = set(model.get_decoder().modules())
+        lists = {name: module for name, module in lists.items() if module in inside}
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     matching = {name: module for name, module in lists.items() if len(module) == count} or lists
     depth = min((name.count(".") for name in matching), default=0)

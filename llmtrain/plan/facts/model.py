@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, Self
+
 from llmtrain.plan.facts.weights import Weights
 from llmtrain.recipe import Part, Precision
 
@@ -63,6 +66,31 @@ class TextPart(Part):
         return None
 
 
+class TowerFacts(Part):
+    """The vision tower of a multimodal model that is trained on images."""
+
+    prefixes: tuple[str, ...]
+    """The beginnings of the names of its parameters, those that project its features into the text model included."""
+    parameters: int
+    layers: int
+    hidden_size: int
+    intermediate_size: int
+    patches_per_token: int
+    """Patches of an image that become one token."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], prefixes: tuple[str, ...], parameters: int) -> Self:
+        """config: of the tower in `transformers`."""
+        return cls(
+            prefixes=prefixes,
+            parameters=parameters,
+            layers=config.get("depth") or config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            patches_per_token=(config.get("spatial_merge_size") or config["pooling_kernel_size"]) ** 2,
+        )
+
+
 class ModelFacts(Part):
     """Properties of a model that the plan depends on, determined without building the model if possible."""
 
@@ -111,6 +139,9 @@ class ModelFacts(Part):
     """`model_type` of the part that reads texts, if the model has parts for other inputs."""
     part: TextPart | None = None
     """Where the model is in a multimodal one, of which it is the text model."""
+    tower: TowerFacts | None = None
+    """The vision tower, if the model is a multimodal one that is trained on images; its parameters are among those of
+    the model."""
     trials: OwnTrials | None = None
     """What trials of a user's own model have shown; None for other models."""
     router_loss_off: float = 0.0

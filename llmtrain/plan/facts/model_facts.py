@@ -23,7 +23,8 @@ from llmtrain.plan.facts.built_model import (
 )
 from llmtrain.plan.facts.classifier import FIELD, MODULE, SUFFIX, with_head
 from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, WRAPPERS, Family, Shape
-from llmtrain.plan.facts.model import ModelFacts, TextPart
+from llmtrain.plan.facts.images import IMAGE_FAMILIES, image_family, whole_with_images
+from llmtrain.plan.facts.model import ModelFacts, TextPart, TowerFacts
 from llmtrain.plan.facts.own_model import own_model_facts
 from llmtrain.plan.facts.quantization import QUANTIZATION_KEYS, Quantization, quantization_in, without_quantization
 from llmtrain.plan.facts.rotary import effective_overrides, following_rotary, rotary_parts, rotary_problems, yarn_length
@@ -35,6 +36,7 @@ from llmtrain.plan.facts.wrapper import (
     is_wrapper,
     text_configuration,
     whole_configuration,
+    with_text,
 )
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.hub import hub_has, is_path
@@ -55,8 +57,8 @@ def has_own_code(model: ModelConfig, declared: dict[str, Any]) -> bool:
 def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreTrainedConfig:
     """Returns the configuration of a recipe's pretrained model, with some fields replaced.
 
-    That of a multimodal model is the configuration of its text model. `transformers` builds a causal LM of it from now
-    on, even if it has no class for one.
+    That of a multimodal model is the configuration of its text model, or, with `model.images`, the whole with this text
+    model. `transformers` builds a causal LM of it from now on, even if it has no class for one.
 
     If the recipe trusts the code that comes with it, `transformers` builds that code's class from such a configuration
     from now on in this process. A tiny copy or a stage of it is thus built like that of any other family. Raises what
@@ -68,10 +70,11 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
     _, declared = pretrained_config(model)
     if not has_own_code(model, declared):
         fields = effective_overrides(fields, declared)
-    if (whole := multimodal_configuration(model)) is not None:
+    if (whole := _whole_configuration(model)) is not None:
         text = text_configuration(whole)
         declare_causal_lm(type(text))
-        return type(text).from_dict(text.to_dict(), **fields)
+        text = type(text).from_dict(text.to_dict(), **fields)
+        return whole_with_images(with_text(whole, text)) if model.images else text
     config: PreTrainedConfig = AutoConfig.from_pretrained(
         model.pretrained, revision=model.revision, trust_remote_code=model.trust_remote_code, **fields
     )
@@ -87,9 +90,19 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
 
 def multimodal_configuration(model: ModelConfig) -> PreTrainedConfig | None:
     """Returns the whole configuration of a multimodal model whose text model is trained; None for any other model."""
+    return None if model.images else _whole_configuration(model)
+
+
+def _whole_configuration(model: ModelConfig) -> PreTrainedConfig | None:
+    """Returns the whole configuration of a multimodal model; None for any other model.
+
+    Raises RecipeError if `model.images` asks for a family that is not trained on images.
+    """
     if model.pretrained is None:
         return None
-    model_type, declared = _declared_config(model)
+    model_type, declared = declared_config(model)
+    if model.images:
+        image_family(model_type, model.pretrained)
     if not is_wrapper(model_type) or has_own_code(model, declared):
         return None
     return whole_configuration(model_type, declared)
@@ -162,9 +175,11 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
         if problems := rotary_problems(model.config, declared):
             raise RecipeError(problems)
         overrides = effective_overrides(model.config, declared)
-        whole = multimodal_configuration(model)
+        whole = _whole_configuration(model)
         if whole is not None:
             _check_multimodal(model, whole)
+        if model.images:
+            return _facts_with_images(model, model_type, {**declared, **overrides})
         facts = _facts(model, model_type, {**declared, **overrides}, declared.get("vocab_size"))
         if whole is None:
             return facts
@@ -175,6 +190,20 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
     if problems := rotary_problems(model.config, None):
         raise RecipeError(problems)
     return _facts(model, model.architecture, deepcopy(model.config), vocab_size)
+
+
+def _facts_with_images(model: ModelConfig, model_type: str, fields: dict[str, Any]) -> ModelFacts:
+    """Returns the facts of a multimodal model that is trained as a whole; the text model's configuration is checked.
+
+    fields: of the text model.
+    """
+    _facts(model, model_type, fields, fields.get("vocab_size"))
+    config = pretrained_configuration(model, dict(model.config))
+    facts = _built_facts(config.model_type, lambda: config)
+    prefixes = IMAGE_FAMILIES[config.model_type].tower
+    outside = facts.weights.outside if facts.weights else ()
+    tower = sum(weight.elements for weight in outside if weight.name.startswith(prefixes))
+    return facts.model_copy(update={"tower": TowerFacts.of(config.vision_config.to_dict(), prefixes, tower)})
 
 
 def _check_multimodal(model: ModelConfig, whole: PreTrainedConfig) -> None:
@@ -395,9 +424,9 @@ def pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
 
     Those of a multimodal model are those of its text model.
     """
-    whole = multimodal_configuration(model)
+    whole = _whole_configuration(model)
     if whole is None:
-        return _declared_config(model)
+        return declared_config(model)
     text = text_configuration(whole).to_dict()
     return text.pop("model_type"), text
 
@@ -412,8 +441,11 @@ def _config_of(model: ModelConfig) -> dict[str, Any]:
     return _read_config(folder / "config.json") if folder else _hub_config(model)
 
 
-def _declared_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Returns `model_type` and the rest of a configuration, without the quantization: that is of the files alone."""
+def declared_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
+    """Returns `model_type` and the rest of the `config.json` of pretrained weights, of the whole of a multimodal model.
+
+    The quantization is left out: it is that of the files alone. Raises RecipeError as `pretrained_config` does.
+    """
     assert model.pretrained is not None
     config = without_quantization(_config_of(model))
     model_type = config.pop("model_type", None)

@@ -35,7 +35,8 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
         return facts
     packs, unreached = model.quantize != "none", frozenset(facts.without_gradient)
     if model.adapter:
-        change = _with_adapter(_adapter(model.adapter, facts.part), packs, unreached)
+        tower = facts.tower.prefixes if facts.tower else ()
+        change = _with_adapter(_adapter(model.adapter, facts.part, tower), packs, unreached)
     else:
         change = _named(model.trainable or ("*",), weights.tied, unreached)
     layers = [tuple(change(weights.layer(index), f"{weights.prefix}.{index}.")) for index in range(weights.layers)]
@@ -102,11 +103,14 @@ class _Adapter:
     """Patterns of the modules that are trained as a whole."""
 
 
-def _adapter(lora: LoraConfig, part: TextPart | None) -> _Adapter:
+def _adapter(lora: LoraConfig, part: TextPart | None, tower: tuple[str, ...]) -> _Adapter:
     if lora.pretrained is not None:
         return _pretrained(lora, part)
     targets, rank = lora.targets, lora.rank or 0
-    is_target = (lambda _: True) if targets == "all-linear" else (lambda name: matches(name, targets))
+
+    def is_target(name: str) -> bool:
+        return not name.startswith(tower) if targets == "all-linear" else matches(name, targets)
+
     return _Adapter(
         is_target,
         lambda name: matches(name, lora.target_parameters),

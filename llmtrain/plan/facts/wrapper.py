@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.plan.facts.families import WRAPPERS
+from llmtrain.plan.facts.images import reads_images
 from llmtrain.plan.facts.model import TextPart
 
 if TYPE_CHECKING:
@@ -45,6 +46,14 @@ def text_configuration(whole: PreTrainedConfig) -> PreTrainedConfig:
     text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False))
     text.dtype = text.dtype or whole.dtype
     return text
+
+
+def text_of(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns the configuration of the text model of a multimodal model that is trained on images; any other as it is.
+
+    What is tried on a tiny copy of a model is tried on that of its text model, since a tower reads no tokens.
+    """
+    return text_configuration(config) if reads_images(config) else config
 
 
 def with_text(whole: PreTrainedConfig, text: PreTrainedConfig) -> PreTrainedConfig:

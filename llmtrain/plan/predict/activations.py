@@ -133,6 +133,7 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
     if not any("wpe" in weight.name for weight in weights.outside):
         # The cosines and sines that rotate queries and keys, which all layers share.
         saved += passes * 2 * widths.stream * plan.model.head_dim * tokens
+    saved += _tower(plan, weights, widths, tokens)
     if recipe.model.attention_kernel in ("sdpa", "eager") and recipe.data.has_document_mask:
         saved += passes * _mask_elements(plan) * (1 if recipe.model.attention_kernel == "sdpa" else widths.computed)
     lowest, others = saved + working, saved
@@ -160,6 +161,19 @@ def activations_of(plan: Plan, weights: Weights, rank: int, traced: tuple[int, .
         sent=(passes + 1) * stream if plan.stages else 0,
         host=host,
     )
+
+
+def _tower(plan: Plan, weights: Weights, widths: ElementBytes, tokens: int) -> int:
+    """Returns the largest number of bytes that a vision tower saves: if all tokens stand for images.
+
+    An estimate: its layers are taken as those of a text model with biases, without grouped queries.
+    """
+    tower = plan.model.tower
+    if tower is None or not any(w.trained and w.name.startswith(tower.prefixes) for w in weights.outside):
+        return 0
+    stream, norms = 2 * widths.stream * tower.hidden_size, 2 * widths.norm * tower.hidden_size
+    products = widths.computed * (5 * tower.hidden_size + 2 * tower.intermediate_size)
+    return tokens * tower.patches_per_token * tower.layers * (stream + norms + products)
 
 
 def lowest_kept_layer(plan: Plan, rank: int) -> int | None:

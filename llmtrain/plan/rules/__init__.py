@@ -17,7 +17,7 @@ from llmtrain.plan.flops import flops_per_token
 from llmtrain.plan.plan import Batch, Plan
 from llmtrain.plan.predict import memory_of
 from llmtrain.plan.predict.memory import LABELS, by_part
-from llmtrain.plan.rules import adapter, backends, deepspeed, kernels, layout, model, own, training
+from llmtrain.plan.rules import adapter, backends, deepspeed, images, kernels, layout, model, own, training
 from llmtrain.plan.rules.rule import ENGINE, Fault, Rule, rule, rules_of
 from llmtrain.plan.stages import plan_stages
 from llmtrain.recipe import Recipe
@@ -25,7 +25,7 @@ from llmtrain.recipe.cluster import GIB, Cluster
 
 DEEPSPEED_RULES = rules_of(deepspeed)
 LEGALITY: tuple[Rule, ...] = (
-    *rules_of(model, own, adapter, training, kernels, layout),
+    *rules_of(model, images, own, adapter, training, kernels, layout),
     *layout.DIVISIBILITY,
     *DEEPSPEED_RULES,
     *rules_of(backends),

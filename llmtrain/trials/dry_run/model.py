@@ -50,6 +50,9 @@ def tiny_model(recipe: Recipe, layers: int) -> ModelConfig:
 
     Raises RecipeError for a model with custom code, and if no tiny copy can be made.
     """
+    if recipe.model.images:
+        message = "a dry run trains on synthetic texts, and a model with model.images on images"
+        raise RecipeError(Problem("dry_run.model", "model.images", message, "--set model.images=false"))
     config = model_configuration(recipe)
     if config.model_type not in CONFIG_MAPPING:
         raise _refused(recipe, f"'{config.model_type}' is custom code, so no tiny copy can be made by name")

@@ -219,6 +219,9 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
         )
         fix = "verify the recipe with plain weights"
         raise RecipeError(Problem("verify.quantized", "model.pretrained", message, fix))
+    if recipe.model.images:
+        message = "cannot be verified: the reference reads texts only"
+        raise RecipeError(Problem("verify.images", "model.images", message, "--set model.images=false"))
     if recipe.model.build is not None:
         _check_own_model(recipe)
     fields: dict[str, Any] = {

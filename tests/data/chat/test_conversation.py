@@ -185,7 +185,7 @@ def test_keys_of_parts_that_nothing_reads_are_listed_or_refused() -> None:
         ([ASKED, {"role": "assistant", "content": " "}], "message 2 (assistant) is empty"),
         ([{"role": "user", "content": None}, SAID], "message 1 (user) is empty"),
         ([ASKED, {"role": "assistant", "content": 5}], "the content of message 2 is 5, not text"),
-        ([{"role": "user", "content": [{"type": "image", "url": "x"}]}, SAID], "parts that are not text"),
+        ([{"role": "user", "content": [{"type": "audio", "url": "x"}]}, SAID], "parts that are not text"),
         ([ASKED, {"role": "system", "content": "s"}, SAID], "message 2 is a system text that is not the first"),
         ([ASKED, {"role": "tool", "content": "s"}, SAID], "message 2 is the result of a tool that was not called"),
         (
