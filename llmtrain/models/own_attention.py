@@ -108,13 +108,7 @@ def route_of(
     embeddings: a tensor [batch, T, …] of the model's dtype and device. mask: [batch, 1, T, T]; by default it is made
     from the positions.
     """
-    made = create_causal_mask(
-        config=config,
-        inputs_embeds=embeddings,
-        attention_mask=mask,
-        past_key_values=None,
-        position_ids=position_ids,
-    )
+    made = create_causal_mask(config, embeddings, mask, None, position_ids)  # a name changed in transformers 5.24
     return Route(config._attn_implementation, made, training, {**arguments, "position_ids": position_ids})
 
 

@@ -34,7 +34,7 @@ MAX_ID_BYTES = 4096
 # tokens, the data key differs from the one in the checkpoints.)
 MAY_CHANGE = re.compile(
     r"name|code_dir|callbacks(\..*)?|model\.(attention|trust_remote_code)|data\.(cache_dir|special_tokens)"
-    r"|batch\.(global|micro)_batch_size|train\.(max_steps|epochs|early_stopping(\..*)?)|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|expert)"
+    r"|batch\.(global|micro)_batch_size|train\.(max_steps|epochs|early_stopping(\..*)?)|parallel\.(backend|accelerate|zero_stage|pipeline|tensor|sequence|sequence_ring|expert)"
     r"|parallel\.(pipeline_schedule|pipeline_chunks|hierarchical_partition)"
     r"|parallel\.(activation_checkpointing|checkpoint_every|offload_activations|tiled_mlp|offload_optimizer|offload_param|nvme_path)"
     r"|kernels\.(blocks|loss|matmul|threads)|(evaluation|samples|tasks|checkpoint|guard|logging|watchdog|profile|export)\..*"
