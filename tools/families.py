@@ -41,6 +41,7 @@ from llmtrain.plan.facts.families import FAMILIES, WRAPPERS
 from llmtrain.plan.facts.wrapper import Wrapper, declare_causal_lm, text_configuration
 from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS
 from llmtrain.plan.stages import StageBounds
+from llmtrain.trials.verify.reference_multimodal import let_llama4_read_texts
 from tools.page import ROOT, Files, filled, paragraph, table
 
 OUT_OF_SCOPE = {
@@ -316,6 +317,7 @@ def _judge_multimodal(family: str) -> Verdict:
     tokens, _ = packed_input(tiny)
     try:
         with torch.no_grad():
+            let_llama4_read_texts()
             expected = wrapper.model.eval()(input_ids=tokens, use_cache=False).logits
             logits = alone(input_ids=tokens, use_cache=False).logits
     except Exception as error:

@@ -61,7 +61,8 @@ class Placeholder(nn.Module):
 
     def __init__(self, layer: nn.Module, tuple_length: int | None) -> None:
         super().__init__()
-        for name, value in vars(layer).items():
+        of_class = {name: value for name, value in vars(type(layer)).items() if isinstance(value, str)}
+        for name, value in {**of_class, **vars(layer)}.items():
             if not name.startswith("_") and name != "training" and not isinstance(value, nn.Module):
                 setattr(self, name, value)  # `layer_type`, `attention_type`: some forwards read a layer's kind
         self.tuple_length = tuple_length

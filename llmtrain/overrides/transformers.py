@@ -13,12 +13,15 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from transformers.integrations import moe
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from llmtrain.overrides import replaced
 
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 """Maps the arguments of a function that makes a mask, such as `q_length` and `mask_function`, to other ones."""
 
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The name of a cache of keys and values among arguments and in outputs; it changed in 5.24."""
 EXPERTS_FUNCTION = "llmtrain"
 """The name of llmtrain's function among those of `transformers` that compute experts (`ExpertsInterface`)."""
 

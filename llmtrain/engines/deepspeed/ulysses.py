@@ -39,6 +39,7 @@ from llmtrain.engines.deepspeed.ring import Group, Ring, zigzag
 from llmtrain.models.documents import Slices, holds_slices, outside_of_parts, per_document, sequences_in_slices
 from llmtrain.overrides import replaced
 from llmtrain.overrides.transformers import (
+    CACHE,
     attention_of,
     defining_module,
     mask_arguments,
@@ -164,14 +165,14 @@ class Ulysses:
         given = signature(indexer.forward).bind(*args, **named)
         mask: Tensor = given.arguments["attention_mask"]
         given.arguments["attention_mask"] = mask.chunk(self.size, dim=-2)[self.rank]
-        given.arguments["past_key_values"] = _Slices(self._whole)
+        given.arguments[CACHE] = _Slices(self._whole)
         return given.args, given.kwargs
 
     def _continue_counting(self, attention: nn.Module, args: Any, named: Any) -> tuple[Any, dict[str, Any]]:
         """Lets attention count the positions of this slice after those of the slices before it, as if in a cache."""
         given = signature(attention.forward).bind(*args, **named)
         length = next(value for value in given.arguments.values() if isinstance(value, Tensor)).shape[1]
-        given.arguments["past_key_values"] = _Slices(self._whole, before=self.rank * length)
+        given.arguments[CACHE] = _Slices(self._whole, before=self.rank * length)
         return given.args, given.kwargs
 
     def _attend(
@@ -242,7 +243,7 @@ class _Slices:
         """Returns the number of tokens before this slice."""
         return self._before
 
-    def update(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    def update(self, key: Tensor, value: Tensor, layer: int, **others: Any) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of this slice, which attention exchanges."""
         return key, value
 

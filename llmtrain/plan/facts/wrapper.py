@@ -95,6 +95,8 @@ def _causal_lm(decoder: Any) -> Any:
     from transformers import GenerationMixin
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
+    from llmtrain.overrides.transformers import CACHE
+
     base: Any = next(kind for kind in decoder.__mro__[1:] if kind.__name__.endswith("PreTrainedModel"))
 
     class CausalLM(base, GenerationMixin):  # type: ignore[misc]
@@ -112,7 +114,7 @@ def _causal_lm(decoder: Any) -> Any:
             output = self.model(input_ids=input_ids, **kwargs)
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(output.last_hidden_state[:, kept])
-            return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+            return CausalLMOutputWithPast(logits=logits, **{CACHE: getattr(output, CACHE)})
 
     CausalLM.__name__ = CausalLM.__qualname__ = decoder.__name__.removesuffix("Model") + "ForCausalLM"
     CausalLM.__module__ = decoder.__module__  # where transformers, and llmtrain, look for the functions of a family

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from llmtrain.recipe import ModelConfig
 from llmtrain.trials.verify.reference_adapters import add_rows, round_base
@@ -65,6 +66,7 @@ class TextOfWhole(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         """Returns the output of the whole for texts. Gemma 3 wants to be told that there is no image."""
+        let_llama4_read_texts()
         if "token_type_ids" in inspect.signature(self.whole.forward).parameters:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
         return self.whole(**inputs)
@@ -85,3 +87,9 @@ class TextOfWhole(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(vars(self)["whole"], name)
+
+
+def let_llama4_read_texts() -> None:
+    """Lets Llama 4 read texts alone: in `transformers` 5.24 it looks for images in the output of its text model."""
+    if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+        MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]
