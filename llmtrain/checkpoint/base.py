@@ -25,8 +25,8 @@ from llmtrain.models.hub_names import aliases, empty_model
 from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, hash_of_weights, read_pretrained
 from llmtrain.plan import Plan
-from llmtrain.plan.facts.model_facts import pretrained_folder
 from llmtrain.plan.facts.own_optimizer import TriedOptimizer
+from llmtrain.plan.facts.pretrained_config import pretrained_folder
 from llmtrain.plan.optimizers import POINT, optimizer_of
 from llmtrain.system.piece_headers import WEIGHT
 

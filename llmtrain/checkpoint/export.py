@@ -26,7 +26,7 @@ from llmtrain.engines.state.files import stream_tensors
 from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.engines.state.writer import tensor_bytes
 from llmtrain.errors import CheckpointError, Problem, RecipeError
-from llmtrain.models import adapter, model_configuration
+from llmtrain.models import adapter, adapter_files, model_configuration
 from llmtrain.models.hub_names import WeightExporter, aliases, empty_model
 from llmtrain.models.inference.load import load_tokenizer
 from llmtrain.models.own import OwnModel
@@ -212,15 +212,15 @@ def write_adapter(
     settings.save_pretrained(folder)
     part = adapter.select_trained(recipe, config)
     trained = {adapter.weight_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
-    stored = adapter.stored_modules(part.parameters if part else ())
-    files = {adapter.file_name(name, stored, of_whole): name for name in trained}
+    stored = adapter_files.stored_modules(part.parameters if part else ())
+    files = {adapter_files.file_name(name, stored, of_whole): name for name in trained}
 
     def read(key: str) -> Tensor:
         name, like = files[key], trained[files[key]]
-        return adapter.to_file(name, reader.read_as(name, like).view(like.shape).to(dtype)).contiguous()
+        return adapter_files.to_file(name, reader.read_as(name, like).view(like.shape).to(dtype)).contiguous()
 
-    with create(folder / adapter.ADAPTER_FILE) as target:
-        like = {key: adapter.to_file(name, trained[name].data) for key, name in files.items()}
+    with create(folder / adapter_files.ADAPTER_FILE) as target:
+        like = {key: adapter_files.to_file(name, trained[name].data) for key, name in files.items()}
         stream_tensors(target.stream, like, read)
 
 

@@ -26,19 +26,15 @@ from llmtrain.checkpoint.folder import check_new, new_folder, scratch_folder
 from llmtrain.checkpoint.multimodal import WholeExporter, check_alone, copy_processors
 from llmtrain.errors import CheckpointError, Problem, abbreviate
 from llmtrain.models.adapter import (
-    ADAPTER_FILE,
-    FILE_PREFIX,
     adapter_configuration,
-    from_file,
     of_text_model,
     rank_of,
     saved_modules,
     scale_of,
-    stored_modules,
     targeted_layers,
     targeted_parameters,
-    to_file,
 )
+from llmtrain.models.adapter_files import ADAPTER_FILE, FILE_PREFIX, from_file, stored_modules, to_file
 from llmtrain.models.build import configuration_of
 from llmtrain.models.experts import is_transposed, update_shapes
 from llmtrain.models.hub_names import WeightExporter, aliases, empty_model
@@ -47,7 +43,8 @@ from llmtrain.models.nf4 import round_trip
 from llmtrain.models.pretrained import Pretrained, is_finite, meta_tensor_like, read_pretrained
 from llmtrain.overrides.transformers import unsaved_names
 from llmtrain.plan.facts.model import TextPart
-from llmtrain.plan.facts.model_facts import part_of, pretrained_folder, wrapper_of
+from llmtrain.plan.facts.model_facts import part_of, wrapper_of
+from llmtrain.plan.facts.pretrained_config import pretrained_folder
 from llmtrain.recipe import LoraConfig, ModelConfig
 from llmtrain.system.hub import probe_hub_for
 from llmtrain.system.untrusted import UNREADABLE, file_fault, read_json

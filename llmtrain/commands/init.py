@@ -204,7 +204,7 @@ def _fraction(documents: list[str]) -> float:
 
 def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind, held_out: float) -> dict[str, Any]:
     """Returns the fields of the recipe. held_out: the fraction of the data to evaluate on."""
-    from llmtrain.plan.facts.model_facts import pretrained_config
+    from llmtrain.plan.facts.pretrained_config import pretrained_config
     from llmtrain.plan.facts.vocabulary import read_template
 
     source = {"name": data}

@@ -31,7 +31,8 @@ from llmtrain.data.store import TokenStore
 from llmtrain.data.tokenize import TokenizeOptions, token_store
 from llmtrain.data.tokenizer import FIELD, Encoder, PreparedTokenizer, prepare_tokenizer
 from llmtrain.errors import DataError, Problem, UserError
-from llmtrain.plan.facts.model_facts import declared_config, family_of, pretrained_vocabulary
+from llmtrain.plan.facts.model_facts import family_of, pretrained_vocabulary
+from llmtrain.plan.facts.pretrained_config import declared_config
 from llmtrain.plan.rules.model import packed_conversations
 from llmtrain.recipe import DataConfig, Recipe, Source
 from llmtrain.system.streams import short_names

@@ -26,7 +26,7 @@ from llmtrain.engines.engine import Engine
 from llmtrain.engines.runtime.agree import all_reduce_max, broadcast, gather
 from llmtrain.engines.runtime.distributed import rank
 from llmtrain.models import Objective
-from llmtrain.models.adapter import ADAPTER_FILE
+from llmtrain.models.adapter_files import ADAPTER_FILE
 from llmtrain.models.pretrained import weight_files
 from llmtrain.plan import Plan
 from llmtrain.recipe import Recipe

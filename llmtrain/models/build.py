@@ -39,14 +39,8 @@ from llmtrain.overrides.torch import parameters_without_memory, persistent_buffe
 from llmtrain.plan.facts.built_model import decoder_lists
 from llmtrain.plan.facts.classifier import HEAD, MODULE
 from llmtrain.plan.facts.families import WRAPPERS
-from llmtrain.plan.facts.model_facts import (
-    dropout_of,
-    has_own_code,
-    model_facts,
-    pretrained_config,
-    pretrained_configuration,
-    pretrained_folder,
-)
+from llmtrain.plan.facts.model_facts import dropout_of, model_facts, pretrained_configuration
+from llmtrain.plan.facts.pretrained_config import has_own_code, pretrained_config, pretrained_folder
 from llmtrain.plan.facts.rotary import effective_overrides
 from llmtrain.plan.facts.wrapper import declare_causal_lm, text_of
 from llmtrain.plan.stages import stage_bounds

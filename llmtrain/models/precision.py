@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from llmtrain.errors import Problem, RecipeError
-from llmtrain.models.adapter import is_adapter
+from llmtrain.models.adapter_files import is_adapter
 from llmtrain.models.stages import decoder_layers
 from llmtrain.plan.draft import COMPUTE_DTYPE, WEIGHT_DTYPE
 from llmtrain.recipe import Precision

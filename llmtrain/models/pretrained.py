@@ -20,7 +20,8 @@ from llmtrain.models.classifier import declare_head
 from llmtrain.models.hub_names import PartImporter, WeightImporter, aliases, empty_model
 from llmtrain.models.quantized import QuantizedFiles, QuantizedWeight, Stored, fault_in
 from llmtrain.plan.facts.classifier import HEAD, is_classifier
-from llmtrain.plan.facts.model_facts import quantization_of, wrapper_of
+from llmtrain.plan.facts.model_facts import wrapper_of
+from llmtrain.plan.facts.pretrained_config import quantization_of
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.durable import fingerprint
 from llmtrain.system.hub import INDEX, SINGLE

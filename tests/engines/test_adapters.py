@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llmtrain.engines.optim import schedule
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model
-from llmtrain.models.adapter import file_name, select_trained, stored_modules, to_file, weight_name
+from llmtrain.models.adapter import select_trained, weight_name
+from llmtrain.models.adapter_files import file_name, stored_modules, to_file
 from llmtrain.models.build import training_configuration
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.recipe import Recipe

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 
 from llmtrain.errors import RecipeError
 from llmtrain.models import build_model, check_trained
-from llmtrain.models.adapter import ADAPTER_FILE, FILE_PREFIX, adapter_configuration, read_adapter, weight_name
+from llmtrain.models.adapter import adapter_configuration, weight_name
+from llmtrain.models.adapter_files import ADAPTER_FILE, FILE_PREFIX, read_adapter
 from llmtrain.recipe import LoraConfig
 from tests.helpers.batches import tiny_recipe
 

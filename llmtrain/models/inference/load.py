@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from llmtrain.errors import CheckpointError, Problem, UserError, abbreviate, reason
-from llmtrain.models.adapter import wrong_values
+from llmtrain.models.adapter_files import wrong_values
 from llmtrain.models.hub_names import remote_code_errors
 from llmtrain.models.pretrained import is_finite, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading

@@ -10,10 +10,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmtrain.errors import Problem, RecipeError, did_you_mean, reason, truncate
+from llmtrain.errors import Problem, RecipeError, did_you_mean, reason
 from llmtrain.plan.facts.built_model import (
     decoder_lists,
     has_expert_modules,
@@ -23,35 +22,33 @@ from llmtrain.plan.facts.built_model import (
 )
 from llmtrain.plan.facts.classifier import FIELD, MODULE, SUFFIX, with_head
 from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, WRAPPERS, Family, Shape
-from llmtrain.plan.facts.images import IMAGE_FAMILIES, image_family, whole_with_images
+from llmtrain.plan.facts.images import IMAGE_FAMILIES, whole_with_images
 from llmtrain.plan.facts.model import ModelFacts, TextPart, TowerFacts
 from llmtrain.plan.facts.own_model import own_model_facts
-from llmtrain.plan.facts.quantization import QUANTIZATION_KEYS, Quantization, quantization_in, without_quantization
+from llmtrain.plan.facts.pretrained_config import (
+    AUTO_CLASS,
+    cached_config,
+    has_own_code,
+    multimodal_whole,
+    pretrained_config,
+    quantization_of,
+    read_config,
+)
+from llmtrain.plan.facts.quantization import QUANTIZATION_KEYS
 from llmtrain.plan.facts.rotary import effective_overrides, following_rotary, rotary_parts, rotary_problems, yarn_length
 from llmtrain.plan.facts.trained import with_trained
 from llmtrain.plan.facts.wrapper import (
     Wrapper,
     declare_causal_lm,
     has_causal_lm,
-    is_wrapper,
     text_configuration,
-    whole_configuration,
     with_text,
 )
 from llmtrain.recipe import ModelConfig
-from llmtrain.system.hub import hub_has, is_path
-from llmtrain.system.untrusted import expanded, is_folder, read_json, refusing
+from llmtrain.system.untrusted import expanded, is_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-
-AUTO_CLASS = "AutoModelForCausalLM"
-
-
-def has_own_code(model: ModelConfig, declared: dict[str, Any]) -> bool:
-    """Whether a `config.json` names a causal LM in the code next to it, and the recipe permits running it."""
-    return model.trust_remote_code and AUTO_CLASS in (declared.get("auto_map") or {})
 
 
 def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreTrainedConfig:
@@ -70,7 +67,7 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
     _, declared = pretrained_config(model)
     if not has_own_code(model, declared):
         fields = effective_overrides(fields, declared)
-    if (whole := _whole_configuration(model)) is not None:
+    if (whole := multimodal_whole(model)) is not None:
         text = text_configuration(whole)
         declare_causal_lm(type(text))
         text = type(text).from_dict(text.to_dict(), **fields)
@@ -90,22 +87,7 @@ def pretrained_configuration(model: ModelConfig, fields: dict[str, Any]) -> PreT
 
 def multimodal_configuration(model: ModelConfig) -> PreTrainedConfig | None:
     """Returns the whole configuration of a multimodal model whose text model is trained; None for any other model."""
-    return None if model.images else _whole_configuration(model)
-
-
-def _whole_configuration(model: ModelConfig) -> PreTrainedConfig | None:
-    """Returns the whole configuration of a multimodal model; None for any other model.
-
-    Raises RecipeError if `model.images` asks for a family that is not trained on images.
-    """
-    if model.pretrained is None:
-        return None
-    model_type, declared = declared_config(model)
-    if model.images:
-        image_family(model_type, model.pretrained)
-    if not is_wrapper(model_type) or has_own_code(model, declared):
-        return None
-    return whole_configuration(model_type, declared)
+    return None if model.images else multimodal_whole(model)
 
 
 def wrapper_of(model: ModelConfig, text: PreTrainedConfig, dtype: Any = None) -> Wrapper | None:
@@ -175,7 +157,7 @@ def _model_facts(model: ModelConfig, vocab_size: int | None) -> ModelFacts:
         if problems := rotary_problems(model.config, declared):
             raise RecipeError(problems)
         overrides = effective_overrides(model.config, declared)
-        whole = _whole_configuration(model)
+        whole = multimodal_whole(model)
         if whole is not None:
             _check_multimodal(model, whole)
         if model.images:
@@ -240,8 +222,8 @@ def pretrained_vocabulary(model: ModelConfig) -> int | None:
     """
     assert model.pretrained is not None
     folder = expanded(model.pretrained)
-    path = folder / "config.json" if is_folder(folder) else _cached_config(model)
-    config = {} if path is None else _read_config(path)
+    path = folder / "config.json" if is_folder(folder) else cached_config(model)
+    config = {} if path is None else read_config(path)
     text_config = config.get("text_config")
     rows = config.get("vocab_size", text_config.get("vocab_size") if isinstance(text_config, dict) else None)
     return rows if isinstance(rows, int) else None
@@ -417,104 +399,6 @@ def _impossible(family: Family, given: dict[str, Any], shape: Shape) -> list[Pro
         message = f"{shape.heads} query heads cannot share {shape.kv_heads} key and value heads evenly"
         problems.append(Problem("model.kv_heads", "model.config.num_key_value_heads", message))
     return problems
-
-
-def pretrained_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Returns `model_type` and configuration of pretrained weights, from a local folder or by a name on the hub.
-
-    Those of a multimodal model are those of its text model.
-    """
-    whole = _whole_configuration(model)
-    if whole is None:
-        return declared_config(model)
-    text = text_configuration(whole).to_dict()
-    return text.pop("model_type"), text
-
-
-def quantization_of(model: ModelConfig) -> Quantization | None:
-    """Returns how the files of pretrained weights are quantized; None for plain weights."""
-    return None if model.pretrained is None else quantization_in(_config_of(model))
-
-
-def _config_of(model: ModelConfig) -> dict[str, Any]:
-    folder = pretrained_folder(model)
-    return _read_config(folder / "config.json") if folder else _hub_config(model)
-
-
-def declared_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:
-    """Returns `model_type` and the rest of the `config.json` of pretrained weights, of the whole of a multimodal model.
-
-    The quantization is left out: it is that of the files alone. Raises RecipeError as `pretrained_config` does.
-    """
-    assert model.pretrained is not None
-    config = without_quantization(_config_of(model))
-    model_type = config.pop("model_type", None)
-    if not isinstance(model_type, str):
-        message = f"the configuration of '{model.pretrained}' names no model_type"
-        raise RecipeError(Problem("model.pretrained", "model.pretrained", message))
-    return model_type, config
-
-
-def pretrained_folder(model: ModelConfig, fix: str = "") -> Path | None:
-    """Returns the folder of pretrained weights, or None for a name on the hub.
-
-    fix: what to do if there is no such folder. Raises RecipeError if `pretrained` is a path without a folder.
-    """
-    assert model.pretrained is not None
-    folder = expanded(model.pretrained)
-    try:
-        if folder.is_dir():
-            return folder
-    except OSError as error:  # a name that is too long, a folder without permission
-        message = f"{truncate(model.pretrained)} cannot be read: {reason(error)}"
-        raise RecipeError(Problem("model.pretrained", "model.pretrained", message)) from None
-    if is_path(model.pretrained):
-        message = f"there is no folder '{model.pretrained}'"
-        raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix))
-    return None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    with refusing(RecipeError, "model.pretrained", path):
-        return read_json(path, dict[str, Any])
-
-
-def _cached_config(model: ModelConfig) -> Path | None:
-    """Returns the configuration of a hub model in the local cache, or None if it is not there."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        kept = try_to_load_from_cache(str(model.pretrained), "config.json", revision=model.revision)
-    except HFValidationError:  # not a valid name on the hub
-        return None
-    return Path(kept) if isinstance(kept, str) else None
-
-
-def _hub_config(model: ModelConfig) -> dict[str, Any]:
-    """Returns the configuration of a hub model, from the hub, or from its local cache if the hub does not answer."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    name = model.pretrained
-    assert name is not None
-    fix = (
-        f"download it on a machine that reaches the hub (hf download {name}), or name a folder: "
-        "--set model.pretrained=FOLDER"
-    )
-    if hub_has(name, model.revision) is not None:
-        from transformers.utils import cached_file
-
-        try:
-            return _read_config(Path(cached_file(name, "config.json", revision=model.revision)))
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            message = f"'{name}' is neither a folder nor a model that the hub or its cache provides: {reason}"
-    else:
-        kept = _cached_config(model)
-        if kept is not None:
-            return _read_config(kept)
-        message = f"'{name}' is not a folder and not in the cache of the hub ({HF_HUB_CACHE}), which cannot be reached"
-    raise RecipeError(Problem("model.pretrained", "model.pretrained", message, fix))
 
 
 def _meta_facts(model: ModelConfig, model_type: str, given: dict[str, Any]) -> ModelFacts:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from llmtrain.errors import DataError, Problem, RecipeError, format_value
-from llmtrain.plan.facts.model_facts import pretrained_config
+from llmtrain.plan.facts.pretrained_config import pretrained_config
 from llmtrain.plan.facts.template_limits import TEMPLATE_FIELD, TemplateRefusedError, limited_templates, run_template
 from llmtrain.recipe import NewTokens, Recipe
 from llmtrain.system.hub import stored_file

@@ -14,7 +14,8 @@ from pydantic import Field
 from llmtrain.errors import Problem, RecipeError, did_you_mean
 from llmtrain.plan import Plan
 from llmtrain.plan.facts.families import FAMILIES
-from llmtrain.plan.facts.model_facts import dropout_of, model_facts, quantization_of
+from llmtrain.plan.facts.model_facts import dropout_of, model_facts
+from llmtrain.plan.facts.pretrained_config import quantization_of
 from llmtrain.plan.search.enumerate import NamedPlan, RefusedPlan
 from llmtrain.recipe import Part, Recipe
 from llmtrain.system.untrusted import read_json

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,23 +23,17 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 
-from llmtrain.plan.facts.families import MIXES_DOCUMENTS, WRAPPERS
+from llmtrain.plan.facts.families import MIXES_DOCUMENTS
 from llmtrain.recipe import GradientContext, ObjectiveConfig, Recipe, gradient_seed
 from llmtrain.recipe.own_code import import_object, is_path, own_code_errors
-from llmtrain.trials.verify.reference_adapters import add_rows, plain_name, round_base, train_part
-from llmtrain.trials.verify.reference_multimodal import TextOfWhole
+from llmtrain.trials.verify.reference_adapters import plain_name, train_part
+from llmtrain.trials.verify.reference_model import own_output, reference_model
 from llmtrain.trials.verify.reference_optimizers import reference_optimizer
 
 NO_TARGET = -100
-WEIGHTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Data type of the weights that the model reads, if it is not fp32."""
 AUTOCAST = {"autocast_bf16": torch.bfloat16, "autocast_fp16": torch.float16}
 CLIP_EPS = 1e-6
 """Added to the norm in the divisor, as in `torch.nn.utils.clip_grad_norm_`."""
@@ -111,7 +105,7 @@ class ReferenceLoop:
         """
         self.recipe = recipe
         self.device = device
-        self.model = _model(recipe, device)
+        self.model = reference_model(recipe, device)
         of_model = {name: weight for name, weight in weights.items() if name in self.model.state_dict()}
         if of_model:
             self.model.load_state_dict(of_model, strict=recipe.model.pretrained is None)
@@ -395,7 +389,7 @@ class ReferenceLoop:
         takes_positions = "position_ids" in inspect.signature(self.model.forward).parameters
         named = {"position_ids": positions} if takes_positions and positions is not None else {}
         with self._autocast():
-            return _own_output(functional_call(self.model, dict(weights), (tokens.to(self.device),), named))
+            return own_output(functional_call(self.model, dict(weights), (tokens.to(self.device),), named))
 
     def _router_loss(self, logits: Sequence[Tensor]) -> Tensor:
         """Returns how unevenly a micro-batch uses the experts, by the family's own function.
@@ -493,107 +487,6 @@ def _callback(recipe: Recipe, number: int) -> Any:
     config = recipe.gradient_callbacks[number]
     found = import_object(config.object, recipe.code_dir)
     return found(**config.options) if inspect.isclass(found) else found
-
-
-def _own_model(recipe: Recipe, device: torch.device) -> nn.Module:
-    """Returns a user's own model, as the user's function builds it."""
-    model, fields = recipe.model, dict(recipe.model.config)
-    build = import_object(str(model.build), recipe.code_dir)
-    if recipe.vocab_size is not None and "vocab_size" in inspect.signature(build).parameters:
-        fields.setdefault("vocab_size", recipe.vocab_size)
-    module: nn.Module = build(**fields)
-    if "head" in model.parts:
-        _apply_uncalled(module, module.get_submodule(model.parts["head"]))
-    return module.to(device, WEIGHTS.get(recipe.parallel.precision, torch.float32))
-
-
-def _apply_uncalled(module: nn.Module, head: nn.Module) -> None:
-    """Applies the head to the result of a module that does not call it, and so returns hidden states."""
-    calls: list[None] = []
-    head.register_forward_hook(lambda *_: calls.append(None))
-
-    def applied(_: nn.Module, given: Any, output: Any) -> Any:
-        hidden, auxiliary = _own_output(output)
-        result = None if calls else (head(hidden), auxiliary)
-        calls.clear()
-        return result
-
-    module.register_forward_hook(applied)
-
-
-def _own_output(output: Any) -> tuple[Tensor, Tensor | None]:
-    """Returns the logits and the auxiliary loss that a user's own model has returned."""
-    if isinstance(output, Tensor):
-        return output, None
-    if isinstance(output, tuple | list):
-        return output[0], output[1] if len(output) > 1 else None
-    named = output if isinstance(output, Mapping) else vars(output)
-    return named["logits"], named.get("aux_loss")
-
-
-def _model(recipe: Recipe, device: torch.device) -> Any:
-    """Returns the recipe's model, as `transformers` builds or loads it, with plain attention instead of kernels."""
-    if recipe.model.build is not None:
-        return _own_model(recipe, device)
-    model, fields = recipe.model, dict(recipe.model.config)
-    named: dict[str, Any] = {
-        "attn_implementation": model.attention_kernel if model.attention_kernel == "sdpa" else "eager",
-        "dtype": WEIGHTS.get(recipe.parallel.precision, torch.float32),
-    }
-    if model.pretrained is not None:
-        origin = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
-        size = fields.pop("vocab_size", None) if model.kept_rows else None
-        whole = dequantizing(AutoConfig.from_pretrained(model.pretrained, **origin))
-        replace_positions(fields, whole)
-        if whole.model_type in WRAPPERS:
-            return TextOfWhole.read(model, whole, fields, size, named).to(device)
-        config = dequantizing(AutoConfig.from_pretrained(model.pretrained, **origin, **fields))
-        if model.num_labels is not None:
-            config.num_labels = model.num_labels
-            classifier = AutoModelForSequenceClassification.from_pretrained(model.pretrained, config=config, **named)
-            return cast(PreTrainedModel, classifier.to(device))
-        read = AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin, **named)
-        with torch.device("meta"):
-            declared = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-        for name, weight in declared.named_parameters():
-            if not weight.requires_grad:  # loading the weights has unfrozen it
-                read.get_parameter(name).requires_grad_(False)
-        if model.quantize == "nf4":
-            exact = {**named, "dtype": torch.float32}
-            round_base(
-                read, AutoModelForCausalLM.from_pretrained(model.pretrained, config=config, **origin, **exact), model
-            )
-        if model.kept_rows:
-            add_rows(read, size or config.vocab_size, model.kept_rows)
-        return cast(PreTrainedModel, read.to(device))
-    if recipe.vocab_size is not None:
-        fields["vocab_size"] = recipe.vocab_size
-    config = AutoConfig.for_model(model.architecture, **fields)
-    kind: Any = AutoModelForCausalLM
-    if model.num_labels is not None:
-        config.num_labels, kind = model.num_labels, AutoModelForSequenceClassification
-    made = kind.from_config(config, **named)
-    return cast(PreTrainedModel, made.to(device))
-
-
-def replace_positions(fields: dict[str, Any], config: PreTrainedConfig) -> None:
-    """Replaces `rope_theta` and `rope_scaling` among changes of a configuration by what `transformers` reads now."""
-    given = {name: fields.pop(name) for name in ("rope_theta", "rope_scaling") if name in fields}
-    if given:
-        own = config.get_text_config(decoder=True).rope_parameters
-        if "rope_scaling" in given:
-            scaling = dict(given.pop("rope_scaling") or {})
-            kind = {"rope_type": scaling.pop("type", "default")}
-            common = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-            own = {name: own[name] for name in common if name in own} | kind | scaling
-        fields["rope_parameters"] = {**own, **given}
-
-
-def dequantizing(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Lets `transformers` dequantize the weights of a configuration, if they are quantized."""
-    if settings := getattr(config, "quantization_config", None):
-        config.quantization_config = {**settings, "dequantize": True}
-    return config
 
 
 def _runs_whole(config: PreTrainedConfig, length: int) -> bool:

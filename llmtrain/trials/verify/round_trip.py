@@ -18,7 +18,7 @@ from llmtrain.engines import Engine
 from llmtrain.engines.runtime.distributed import barrier
 from llmtrain.errors import CheckpointError, Problem
 from llmtrain.models import model_configuration
-from llmtrain.models.adapter import is_adapter
+from llmtrain.models.adapter_files import is_adapter
 from llmtrain.models.hub_names import empty_model
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan

@@ -18,7 +18,8 @@ from llmtrain.engines.divergence import estimate_divergence
 from llmtrain.engines.runtime.agree import gather
 from llmtrain.engines.runtime.distributed import barrier
 from llmtrain.models import build_model
-from llmtrain.models.adapter import is_adapter, weight_name
+from llmtrain.models.adapter import weight_name
+from llmtrain.models.adapter_files import is_adapter
 from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render

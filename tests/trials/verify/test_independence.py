@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "llmtrain"
-PARTS = ("reference", "reference_adapters", "reference_multimodal", "reference_optimizers")
+PARTS = ("reference", "reference_adapters", "reference_model", "reference_multimodal", "reference_optimizers")
 PROOF = (*(f"{name}.py" for name in PARTS), "documents.py")
 VERIFY = PACKAGE / "trials" / "verify"
 DECLARATIONS = {"llmtrain.recipe", "llmtrain.recipe.own_code", "llmtrain.plan.facts.families"}
@@ -42,7 +42,7 @@ def test_the_reference_imports_declarations_only(name):
 
 
 def test_no_other_module_uses_the_parts_of_the_reference():
-    names = ("train.py", "batches.py", "documents.py", "reference.py", "reference_multimodal.py")
+    names = ("train.py", "batches.py", "documents.py", "reference.py", "reference_model.py", "reference_multimodal.py")
     allowed = {VERIFY / name for name in names}
     for path in set(PACKAGE.rglob("*.py")) - allowed:
         assert not _imported(path).keys() & MADE_OF, path

@@ -106,14 +106,14 @@ def test_learning_rates_are_the_engines(name, warmup, verify_corpus):
 
 
 def test_a_weight_without_a_gradient_is_not_updated(verify_corpus, monkeypatch):
-    own = reference._model
+    own = reference.reference_model
 
     def with_unused(*arguments):
         model = own(*arguments)
         model.unused = torch.nn.Parameter(torch.ones(2, 2))
         return model
 
-    monkeypatch.setattr(reference, "_model", with_unused)
+    monkeypatch.setattr(reference, "reference_model", with_unused)
     loop = ReferenceLoop(small(verify_corpus), {}, CPU)
     for _ in range(2):  # the rate of the first is 0
         loop.train_step([[ReferenceDocument(torch.arange(8), torch.arange(1, 9))]])
