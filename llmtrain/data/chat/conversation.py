@@ -564,8 +564,7 @@ def _labelled(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
 def _pair(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
     """Returns the turns of the prompt, then the chosen and the rejected completion. Raises RowError."""
     chosen, rejected = (_turns(parts[part], "assistant") for part in ("chosen", "rejected"))
-    given = parts.get("prompt")
-    prompt = [] if given is None else _turns(given, "user")
+    prompt = [] if parts.get("prompt") is None else _turns(parts["prompt"], "user")
     if chosen and rejected and _role(chosen[0]) != "assistant":  # both begin with the prompt
         size = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(chosen, rejected, strict=False)))
         shared, chosen, rejected = chosen[:size], chosen[size:], rejected[size:]
@@ -583,10 +582,9 @@ def _pair(parts: dict[str, Any]) -> tuple[list[Any], Completions]:
 
 
 def _from_instruction(parts: dict[str, Any]) -> list[Any]:
-    texts = [parts["instruction"], parts.get("input")]
-    for text in texts:
-        if text is not None and not isinstance(text, str):
-            raise RowError(f"the instruction is {format_value(text)}, not text")
+    texts = [text for text in (parts["instruction"], parts.get("input")) if text is not None]
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise RowError(f"the instruction is {format_value(wrong[0])}, not text")
     question = "\n\n".join(text for text in texts if text)
     return [*_history(parts), {"role": "user", "content": question}, {"role": "assistant", "content": parts["output"]}]
 

@@ -92,4 +92,4 @@ class TextOfWhole(nn.Module):
 def let_llama4_read_texts() -> None:
     """Lets Llama 4 read texts alone: in `transformers` 5.24 it looks for images in the output of its text model."""
     if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
-        MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]
+        MoeCausalLMOutputWithPast.image_outputs = None
