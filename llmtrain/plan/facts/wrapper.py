@@ -95,8 +95,8 @@ def _causal_lm(decoder: Any) -> Any:
     from transformers import GenerationMixin
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    from llmtrain.overrides.transformers import CACHE
-
+    # The name of the cache changed in 5.24.
+    cache = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
     base: Any = next(kind for kind in decoder.__mro__[1:] if kind.__name__.endswith("PreTrainedModel"))
 
     class CausalLM(base, GenerationMixin):  # type: ignore[misc]
@@ -114,7 +114,7 @@ def _causal_lm(decoder: Any) -> Any:
             output = self.model(input_ids=input_ids, **kwargs)
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(output.last_hidden_state[:, kept])
-            return CausalLMOutputWithPast(logits=logits, **{CACHE: getattr(output, CACHE)})
+            return CausalLMOutputWithPast(logits=logits, **{cache: getattr(output, cache)})
 
     CausalLM.__name__ = CausalLM.__qualname__ = decoder.__name__.removesuffix("Model") + "ForCausalLM"
     CausalLM.__module__ = decoder.__module__  # where transformers, and llmtrain, look for the functions of a family
