@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from llmtrain.plan.axes import CHOSEN
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.load import PythonRecipe
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.predict.assumptions import DEFAULT_EFFICIENCY, EAGER, EFFICIENCY, FUSED, Assumptions
 from llmtrain.plan.predict.time import StepTime, predict
@@ -37,6 +39,7 @@ FOUNDRY = "[llm-foundry](https://github.com/mosaicml/llm-foundry/blob/main/scrip
 TITAN = "[torchtitan](https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)"
 MEGATRON = "[Megatron-LM](https://arxiv.org/abs/2104.04473), table 1"
 LLAMA3 = "[Llama 3](https://arxiv.org/abs/2407.21783), table 4"
+AUTOMODEL = "[NeMo AutoModel](https://github.com/NVIDIA-NeMo/Automodel/blob/main/docs/performance-summary.md)"
 MEGASCALE = "[MegaScale](https://arxiv.org/abs/2402.15627), table 2"
 
 GIGA = 1e9
@@ -223,6 +226,18 @@ def titan(devices: int, published: float, assumed: Assumptions) -> Run:
     return Run(TITAN, name, model, devices, SLOW_H100.name, 2, 1, 8192, published, SHARDED | SELECTIVE, assumed=assumed)
 
 
+def experts(recipe: str, micro: int, published: float, parallel: dict[str, Any]) -> Run:
+    """Returns a mixture of experts of AutoModel's table: on 8 devices, routed evenly, each rank's weights sharded.
+
+    recipe: the one of this repository whose model it is.
+    """
+    file = PythonRecipe(ROOT / f"recipes/{recipe}.py")
+    declared = file.module.architecture() if hasattr(file.module, "architecture") else file.recipe("").model
+    model = declared.model_copy(update={"attention": "flash_attention_2"})
+    name = {"qwen3_30b_a3b": "Qwen3 30B-A3B", "sft_gpt_oss_20b_lora": "gpt-oss-20b"}[recipe]
+    return Run(AUTOMODEL, name, model, 8, "h100", micro, 16, 4096, published, parallel)
+
+
 RUNS = (
     foundry("1b", 8, "h100", 14, 1, 2048, 45455, False),
     foundry("3b", 64, "h100", 6, 3, 2048, 22525, False),
@@ -261,6 +276,8 @@ RUNS = (
     ),
     llama3(8192, 32, 430),
     llama3(16384, 16, 400),
+    experts("qwen3_30b_a3b", 4, 12040, {"zero_stage": 3, "expert": 8}),
+    experts("sft_gpt_oss_20b_lora", 2, 13058, SHARDED),
 )
 
 
@@ -269,7 +286,7 @@ def layout_of(run: Run) -> str:
     plan = run.plan()
     parts = [
         f"dp{plan.data_parallel_size}",
-        *(f"{name}{size}" for name, size in (("pp", plan.parallel.pipeline), ("tp", plan.parallel.tensor)) if size > 1),
+        *(f"{axis.short}{plan.degree(axis)}" for axis in CHOSEN if plan.degree(axis) > 1),
     ]
     parts += [f"zero{plan.parallel.zero_stage}", f"{run.micro_batch} × {run.accumulation}"]
     again = {"none": "", "full": ", recomputed", "selective": ", selective"}

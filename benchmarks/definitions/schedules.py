@@ -10,6 +10,7 @@ FIELDS = (
     *("model.config.num_hidden_layers=8", "model.config.hidden_size=384", "model.config.intermediate_size=1024"),
     *("batch.global_batch_size=16", "batch.micro_batch_size=2", "parallel.zero_stage=1"),
     *("kernels.blocks=eager", "kernels.loss=whole", "kernels.threads=1", "data.tokenizer.vocab_size=512"),
+    "parallel.pipeline=2",
 )
 """Sizes with which a pass takes tenths of a second, and the head is small compared with a layer. All stages therefore
 take about equally long."""
@@ -17,7 +18,12 @@ take about equally long."""
 
 def cases(quick: bool) -> Sequence[Case]:
     """Returns the case in which the steps of all schedules alternate."""
-    command = program("schedules", "--turns", "2" if quick else "6", *sets(*FIELDS))
+    plans = [
+        f"{name}:parallel.pipeline_schedule={name},parallel.pipeline_chunks={chunks}"
+        for name, chunks in (("1f1b", 1), ("interleaved", 2), ("zero_bubble", 2))
+    ]
+    options = [part for plan in plans for part in ("--plan", plan)]
+    command = program("alternating", "--turns", "2" if quick else "6", *sets(*FIELDS), *options)
     return [Case(CASE, [Side(SIDE, command)])]
 
 

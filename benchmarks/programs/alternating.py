@@ -1,9 +1,10 @@
-"""Alternates steps of a pipeline under several schedules in the same two processes; prints a line of JSON.
+"""Alternates steps of several plans of a recipe in the same two processes; prints a line of JSON.
 
-python -m benchmarks.programs.schedules --turns 12 --set batch.micro_batch_size=2
+python -m benchmarks.programs.alternating --turns 12 --set batch.micro_batch_size=2 \\
+    --plan zero1:parallel.zero_stage=1 --plan zero3:parallel.zero_stage=3
 
 A machine's speed drifts by more than what is to be measured, but steps that follow each other see the same drift. The
-engines are those that train, and the first one, 1F1B, is what the others are compared with.
+engines are those that train, and the first plan is what the others are compared with.
 """
 
 from __future__ import annotations
@@ -22,32 +23,30 @@ from llmtrain.launch.rendezvous import reserved_port
 
 RECIPE = "recipes/tiny.py"
 RANKS = 2
-SCHEDULES = {"1f1b": 1, "interleaved": 2, "zero_bubble": 2}
-"""Schedule → its stages on each rank."""
 
 
 def main() -> None:
     """Starts the ranks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--set", action="append", default=[], dest="fields")
+    parser.add_argument("--plan", action="append", required=True, dest="plans", metavar="NAME:FIELD=VALUE,…")
     parser.add_argument("--turns", type=int, default=12)
     options = parser.parse_args()
+    plans = {
+        name: [*options.fields, *fields.split(",")] for name, _, fields in (p.partition(":") for p in options.plans)
+    }
     with reserved_port() as port:
-        arguments = (port, options.fields, options.turns)
-        torch.multiprocessing.spawn(work, args=arguments, nprocs=RANKS)  # type: ignore[attr-defined]
+        torch.multiprocessing.spawn(work, args=(port, plans, options.turns), nprocs=RANKS)  # type: ignore[attr-defined]
 
 
-def work(rank: int, port: int, fields: list[str], turns: int) -> None:
+def work(rank: int, port: int, plans: dict[str, list[str]], turns: int) -> None:
     """Runs one rank; rank 0 prints the result."""
     torch.set_num_threads(1)
     init_process_group(Rank(rank, rank, RANKS, RANKS, "127.0.0.1", port, "benchmark"), on_cpu=True)
-    engines, batch = {}, None
-    for name, chunks in SCHEDULES.items():
-        chosen = [f"parallel.pipeline_schedule={name}", f"parallel.pipeline_chunks={chunks}"]
-        engines[name], batch = _engine([*fields, f"parallel.pipeline={RANKS}", *chosen])
+    engines = {name: _engine(fields) for name, fields in plans.items()}
     times: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(turns + 1):
-        for name, engine in engines.items():
+        for name, (engine, batch) in engines.items():
             torch.distributed.barrier()
             started = time.perf_counter()
             engine.train_step(batch)
@@ -69,15 +68,16 @@ def _engine(fields: list[str]) -> tuple[Any, Any]:
 
     recipe, _ = load_recipe(RECIPE, fields)
     plan = resolve(recipe, Cluster(devices_per_node=RANKS))
-    batch = BatchLoader.of(plan, prepare(recipe), dp_rank=0).train_batch(0)
-    return build_engine(plan, render(plan), torch.device("cpu")), batch
+    engine = build_engine(plan, render(plan), torch.device("cpu"))
+    return engine, BatchLoader.of(plan, prepare(recipe), dp_rank=engine.data_parallel_rank).train_batch(0)
 
 
 def numbers(times: dict[str, list[float]]) -> dict[str, float]:
-    """Returns the median step of each schedule, and the median of 1F1B's steps relative to those that follow them."""
+    """Returns the median step of each plan, and the median of the first one's steps relative to those that follow."""
     found = {f"{name}_ms": 1000 * statistics.median(taken) for name, taken in times.items()}
-    first = times["1f1b"]
-    for name in list(times)[1:]:
+    base, *others = times
+    first = times[base]
+    for name in others:
         found[name] = statistics.median(one / other for one, other in zip(first, times[name], strict=True))
     return found
 
