@@ -57,15 +57,17 @@ def images_kernels(draft: Draft) -> Iterator[Fault]:
 
 @rule("model.images_data", "read")
 def images_data(draft: Draft) -> Iterator[Fault]:
-    """Refuses objectives and data that are not defined with images. Completions are compared, and own losses computed,
-    from tokens alone; a text that is read as the token of an image would need an image."""
-    recipe = draft.recipe
+    """Refuses objectives and data that are not defined with images, and quantized weights. Completions are compared,
+    and own losses computed, from tokens alone; a text that is read as the token of an image would need an image. A
+    whole multimodal model was not trained from quantized weights."""
+    recipe, facts = draft.recipe, draft.facts
     if not recipe.model.images:
         return
     reasons = {
         f"objective.name is '{recipe.objective.name}'": recipe.objective.name != "language_model",
         "samples.prompts are texts to continue": bool(recipe.samples.prompts),
         "data.special_tokens=parse reads texts as tokens of images": recipe.data.special_tokens == "parse",
+        f"{recipe.model.pretrained} is quantized": bool(facts and facts.quantization),
     }
     yield from fault_for(reasons, FIELD, "is not supported", f"change these fields, {WITHOUT}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -47,6 +48,13 @@ def test_what_text_models_alone_support_is_refused_together(recipe):
         resolve(recipe.with_(**{"parallel.backend": "horovod"}), Cluster(devices_per_node=2))
     text = {"model.images": False, "parallel.pipeline": 2, "parallel.zero_stage": 1}
     assert resolve(recipe.with_(**text), Cluster(devices_per_node=2)).model.tower is None
+
+
+def test_quantized_weights_are_refused(recipe, tmp_path):
+    config = json.loads((Path(recipe.model.pretrained) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(RecipeError, match=r"model\.images: is not supported: .* is quantized"):
+        resolve(recipe.with_(**{"model.pretrained": str(tmp_path)}), Cluster())
 
 
 def test_trials_on_texts_are_refused(recipe):
