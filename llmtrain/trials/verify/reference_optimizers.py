@@ -98,7 +98,7 @@ class PlainMuon(torch.optim.AdamW):
         """Returns the scaled direction of an update."""
         rows, columns = matrix.shape
         x: Tensor = matrix.to(self.options["dtype"])
-        x = x / x.norm()
+        x = x / x.norm().clamp(min=1e-7)  # 0 without a gradient, as of an adapter's A in the first step
         for _ in range(self.options["ns_steps"]):
             # On the side on which the product is smaller; the polynomial is the same.
             gram = x @ x.T if rows <= columns else x.T @ x

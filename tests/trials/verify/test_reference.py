@@ -12,6 +12,7 @@ from llmtrain.trials.verify.batches import Batches
 from llmtrain.trials.verify.compare import FP32, SAFETY, clone, deviation
 from llmtrain.trials.verify.job import PROBES, read_references, worst
 from llmtrain.trials.verify.reference import ReferenceDocument, ReferenceLoop, learning_rate
+from llmtrain.trials.verify.reference_optimizers import PlainMuon
 from tests.helpers.own_code import write_folder
 from tests.helpers.small_verify import CPU, MOE, small
 
@@ -130,3 +131,11 @@ def test_parameters_frozen_by_a_models_code_are_not_trained(verify_corpus, tmp_p
     loop = ReferenceLoop(small(verify_corpus, model=model), {}, CPU)
     assert "embed.weight" in loop.masters
     assert loop.masters.keys().isdisjoint({"norm.weight", "norm.bias"})
+
+
+def test_muon_leaves_a_matrix_without_a_gradient_alone():
+    matrix = torch.nn.Parameter(torch.ones(2, 3))
+    matrix.grad = torch.zeros(2, 3)
+    options = {"dtype": torch.float32, "ns_steps": 5, "momentum": 0.95, "nesterov": True, "adjust_lr_fn": "original"}
+    PlainMuon({id(matrix)}, options, [{"params": [matrix], "weight_decay": 0.0}], lr=1.0).step()
+    assert torch.equal(matrix, torch.ones(2, 3))
