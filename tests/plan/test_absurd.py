@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from llmtrain.errors import DataError, RecipeError
 from llmtrain.plan import Plan
 from llmtrain.plan.facts import model_facts as facts_module
-from llmtrain.plan.facts import vocabulary
+from llmtrain.plan.facts import pretrained_config, vocabulary
 from llmtrain.plan.facts.model_facts import MAX_LAYERS, MAX_SIZE, model_facts
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.rules import resolve
@@ -146,7 +146,7 @@ def test_a_thousand_layers_are_balanced_over_many_stages():
 
 def test_a_model_of_the_hub_is_refused_if_the_hub_is_unreachable(monkeypatch, tmp_path):
     """A missing model is reported at once, with what to download."""
-    monkeypatch.setattr(facts_module, "hub_has", lambda name, revision: None)
+    monkeypatch.setattr(pretrained_config, "hub_has", lambda name, revision: None)
     with pytest.raises(RecipeError) as caught:
         model_facts(ModelConfig(pretrained="nobody/knows-this"), None)
     (problem,) = caught.value.problems

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 from llmtrain.recipe import ModelConfig
 from llmtrain.trials.verify.reference_adapters import add_rows, round_base
@@ -22,8 +21,10 @@ class TextOfWhole(nn.Module):
         super().__init__()
         vars(self)["whole"] = whole  # not as a module, whose parameters would be this module's, too
         decoder, head = whole.get_decoder(), whole.get_output_embeddings()
-        # Llama 4 has a causal LM inside, others a decoder.
-        self.model = decoder.model if any(part is head for part in decoder.modules()) else decoder
+        # Llama 4 has a causal LM inside, others a decoder. In transformers 5.24 its whole does not read texts alone.
+        has_causal_lm = any(part is head for part in decoder.modules())
+        vars(self)["reads_texts"] = decoder if has_causal_lm else whole
+        self.model = decoder.model if has_causal_lm else decoder
         self.lm_head = head  # the second name of a tied weight
 
     @classmethod
@@ -66,10 +67,9 @@ class TextOfWhole(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         """Returns the output of the whole for texts. Gemma 3 wants to be told that there is no image."""
-        let_llama4_read_texts()
         if "token_type_ids" in inspect.signature(self.whole.forward).parameters:
             inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
-        return self.whole(**inputs)
+        return self.reads_texts(**inputs)
 
     def train(self, mode: bool = True) -> TextOfWhole:
         """Switches the whole, whose forward is used."""
@@ -87,9 +87,3 @@ class TextOfWhole(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(vars(self)["whole"], name)
-
-
-def let_llama4_read_texts() -> None:
-    """Lets Llama 4 read texts alone: in `transformers` 5.24 it looks for images in the output of its text model."""
-    if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
-        MoeCausalLMOutputWithPast.image_outputs = None
