@@ -30,7 +30,7 @@ from transformers.masking_utils import and_masks, packed_sequence_mask_function
 from llmtrain.data import Documents, MicroBatch
 from llmtrain.models.own_attention import routed
 from llmtrain.models.stages import decoder_layers
-from llmtrain.overrides.transformers import mask_arguments
+from llmtrain.overrides.transformers import document_indices, mask_arguments
 
 BOUNDARIES = (*Documents.NAMES, "seq_idx")
 """Arguments by which `transformers` gives boundaries to a module. Rows with one document each have none."""
@@ -137,8 +137,20 @@ def document_masks(batch: MicroBatch) -> Iterator[None]:
         if batch.documents is None:
             yield
             return
-        indices = _document_indices(batch.documents, batch.position_ids)
-        with mask_arguments((lambda mask: mask) if indices is None else partial(_keep_apart_in_mask, indices)):
+        documents = batch.documents
+        indices = _document_indices(documents, batch.position_ids)
+        if indices is None:
+            with mask_arguments(lambda mask: mask):
+                yield
+            return
+
+        def find(position_ids: Tensor) -> Tensor | None:
+            if len(position_ids) == len(indices):
+                return None
+            # Some of the rows, as on a device of `nn.DataParallel`: their documents follow from their positions.
+            return _document_indices(documents, position_ids)
+
+        with mask_arguments(partial(_keep_apart_in_mask, indices)), document_indices(find):
             yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from functools import partial, wraps
 from types import MethodType, ModuleType
@@ -52,6 +52,14 @@ def mask_arguments(change: Change) -> Iterator[None]:
             yield
     finally:
         _changes.pop()
+
+
+def document_indices(find: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
+    """Returns a context in which `find` returns the document of each token, given the positions; None for a single one.
+
+    Used within `mask_arguments`, for a part of the rows of a micro-batch.
+    """
+    return replaced((masking_utils, "find_packed_sequence_indices", find))
 
 
 def _make_mask(function: Callable[..., Any], **arguments: Any) -> Any:

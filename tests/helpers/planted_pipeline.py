@@ -8,7 +8,7 @@ import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from llmtrain.data import NO_TARGET
-from llmtrain.engines.deepspeed import engine, pipeline
+from llmtrain.engines.deepspeed import engine, passes, pipeline
 from llmtrain.engines.deepspeed.pipeline import PipelineAxis, RankSpec, StagePipeline
 from llmtrain.trials.verify.batches import Batches
 from tests.helpers.planted_zero import clipping_per_partition
@@ -116,17 +116,14 @@ def _on_stage(patch, change):
 
 
 def later_documents_see_each_other(patch):
-    """The bounds of documents do not reach the second stage."""
+    """The documents do not reach the second stage."""
+    own = passes.document_masks
 
-    def flatten(stage):
-        inputs = stage.inputs
+    def joined(batch):
+        rows = torch.arange(batch.position_ids.shape[1]).expand_as(batch.position_ids).contiguous()
+        return own(replace(batch, position_ids=rows) if torch.distributed.get_rank() else batch)
 
-        def flattened(received, tokens, position_ids):
-            return inputs(received, tokens, torch.arange(position_ids.shape[1]).expand_as(position_ids).contiguous())
-
-        stage.inputs = flattened
-
-    _on_stage(patch, flatten)
+    patch.setattr(passes, "document_masks", joined)
 
 
 def halved_gradient_between_stages(patch):
