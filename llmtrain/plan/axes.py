@@ -67,6 +67,8 @@ def _sequence_limits(recipe: Recipe, facts: ModelFacts | None, data: int) -> Ite
         return  # the ranks would have different numbers of heads
     if facts is not None:
         heads, ring = facts.heads // tensor, ring_degree(recipe.parallel, facts)
+        if recipe.parallel.sequence % ring:
+            return  # another rule refuses such a ring
         times = f" × a ring of {ring}" if ring > 1 else ""
         yield f"{'the model' if tensor == 1 else 'a tensor parallel rank'}'s {heads} heads{times}", heads * ring
 

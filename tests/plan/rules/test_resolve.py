@@ -334,3 +334,11 @@ def test_compiled_layers_cannot_delay_gradients(tiny):
     fields = CHUNKED | {"parallel.pipeline_schedule": "zero_bubble", "parallel.pipeline_chunks": 2}
     compiled = refusals(tiny, Cluster(devices_per_node=2), **fields, **{"kernels.blocks": "compiled"})
     assert compiled["pipeline.compiled"].field == "kernels.blocks"
+
+
+def test_a_ring_that_does_not_divide_the_ranks_is_the_only_problem(tiny):
+    heads = {"model.config.num_attention_heads": 2, "model.config.num_key_value_heads": 2}
+    recipe = tiny.with_(**{**RING, **heads, "parallel.sequence_ring": 3})
+    with pytest.raises(RecipeError) as caught:
+        resolve(recipe, Cluster(devices_per_node=4, device="h100"))
+    assert [problem.rule for problem in caught.value.problems] == ["layout.sequence_ring"]
