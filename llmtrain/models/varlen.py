@@ -120,11 +120,17 @@ def varlen_attention(
 
 
 def chunk_size(module: nn.Module) -> int | None:
-    """Returns how many tokens of a row attend to each other in this layer; None if there is no limit (Llama 4)."""
-    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    """Returns how many tokens of a row attend to each other in this layer; None if there is no limit (Llama 4).
+
+    The number of a layer is only read where it matters: in a compiled layer, it would be compiled in.
+    """
+    config = getattr(module, "config", None)
+    size: int | None = getattr(config, "attention_chunk_size", None)
     kinds: list[str] | None = getattr(config, "layer_types", None)
-    is_chunked = kinds is not None and layer is not None and kinds[layer] == "chunked_attention"
-    return getattr(config, "attention_chunk_size", None) if is_chunked else None
+    if size is None or kinds is None:
+        return None
+    layer = getattr(module, "layer_idx", None)
+    return size if layer is not None and kinds[layer] == "chunked_attention" else None
 
 
 def _cut_chunks(
