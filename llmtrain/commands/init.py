@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from llmtrain.errors import DataError, Problem, RecipeError, format_value, reason
-from llmtrain.recipe import DataConfig, ModelConfig, Part, Recipe, part_in
+from llmtrain.recipe import DataConfig, ModelConfig
 from llmtrain.system.untrusted import expanded, json_fault
 
 Kind = Literal["text", "conversations", "preferences", "labelled_completions"]
@@ -32,8 +32,6 @@ HELD_OUT = 10
 """Number of documents to evaluate on, or a twentieth of fewer than 200."""
 MAX_DOCUMENTS, MAX_CHARACTERS = 1000, 1 << 26
 """Numbers of documents and of characters that are read at most; more documents are enough for the first fraction."""
-WIDTH = 100
-"""Largest number of characters of a call that is written on one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +58,8 @@ def write_recipe(request: InitRequest) -> None:
 
     The file is Python or YAML. Without --data, the command asks for what it needs.
     """
+    from llmtrain.plan.load.write import recipe_text
+
     if request.file.name and not request.file.suffix:
         request = replace(request, file=request.file.with_suffix(".py"))
     if request.data is None:
@@ -77,7 +77,7 @@ def write_recipe(request: InitRequest) -> None:
     if problems := _needs_weights(kind, request.model):
         raise RecipeError(problems)
     recipe = _recipe(request.file.stem, request.data, request.model, request.lora, kind, held_out)
-    text = _yaml(recipe) if request.file.suffix != ".py" else _python(recipe)
+    text = recipe_text(request.file, recipe)
     try:
         with request.file.open("x", encoding="utf-8") as file:
             file.write(text)
@@ -230,41 +230,3 @@ def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind, hel
     if held_out:
         fields["evaluation"] = {"every_steps": 50, "max_sequences": 256}
     return fields
-
-
-def _yaml(fields: dict[str, Any]) -> str:
-    import yaml
-
-    from llmtrain.plan.load.yaml_file import CoreDumper
-
-    text = yaml.dump(fields, Dumper=CoreDumper, sort_keys=False, allow_unicode=True, width=120)
-    return f"# `llmtrain recipe show FILE --all` prints every field.\n{text}"
-
-
-def _python(fields: dict[str, Any]) -> str:
-    return (
-        '"""Fields and their defaults: `llmtrain recipe show FILE --all`."""\n\nimport llmtrain as lt\n\n\n'
-        f"def recipe() -> lt.Recipe:\n    return {_call(Recipe, fields, 4)}\n\n\n"
-        'if __name__ == "__main__":\n    lt.main(recipe)\n'
-    )
-
-
-def _call(part: type[Part], fields: dict[str, Any], indent: int) -> str:
-    """Returns the Python call that constructs a part of a recipe."""
-    arguments = []
-    for name, value in fields.items():
-        inner, deeper = part_in(part.model_fields[name].annotation), indent + 4
-        if inner and isinstance(value, dict):
-            arguments.append(f"{name}={_call(inner, value, deeper)}")
-        elif inner and isinstance(value, list):
-            arguments.append(f"{name}=[{', '.join(_call(inner, item, deeper) for item in value)}]")
-        else:
-            arguments.append(f"{name}={json.dumps(value, ensure_ascii=False)}")
-    line = f"lt.{part.__name__}({', '.join(arguments)})"
-    if len(line) + indent <= WIDTH and part is not Recipe:
-        return line
-    return (
-        f"lt.{part.__name__}("
-        + "".join(f"\n{' ' * (indent + 4)}{argument}," for argument in arguments)
-        + f"\n{' ' * indent})"
-    )

@@ -1,0 +1,1 @@
+"""Translates configurations of other programs into recipes, and plans into configurations of other programs."""
