@@ -168,10 +168,9 @@ def rows_of(micro_step: int, dp_rank: int, dp_size: int, micro_batch_size: int) 
 
 def with_max_steps(plan: Plan, prepared: Prepared) -> Plan:
     """Returns a plan with the number of steps that its epochs take."""
-    epochs = plan.recipe.train.epochs
-    if epochs is None:
+    if plan.recipe.train.epochs is None:
         return plan
-    steps = -(-epochs * prepared.train_sequences // plan.batch.global_batch_size)
+    steps = -(-plan.recipe.train.sequences(prepared.train_sequences) // plan.batch.global_batch_size)
     return plan.model_copy(update={"recipe": plan.recipe.with_(**{"train.max_steps": max(1, steps)})})
 
 
@@ -188,12 +187,12 @@ class BatchLoader:
         gradient_accumulation_steps: int,
         dp_rank: int,
         dp_size: int,
-        epochs: int | None = None,
+        ends_after: int = 0,
         shortens: bool = False,
         items: Items | None = None,
     ) -> None:
-        """epochs: number of epochs after which a batch has only the sequences that are left, and the next batch starts
-        over; None: batches always continue from one epoch into the next.
+        """ends_after: number of sequences after which a batch has only those that are left, and the next batch starts
+        over; 0: batches always continue from one epoch into the next.
         shortens: leave out the columns of a micro-batch after its last target, which no loss of a causal model reads.
         items: counts what the loss is a mean over, if the data do not tell.
 
@@ -207,7 +206,7 @@ class BatchLoader:
         self._size = dp_size
         self._shortens = shortens
         self._items = items or Items()
-        self._end = epochs * prepared.train_sequences if epochs else 0
+        self._end = ends_after
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
         self._check_sizes()
@@ -223,7 +222,7 @@ class BatchLoader:
             gradient_accumulation_steps=plan.batch.gradient_accumulation_steps,
             dp_rank=dp_rank,
             dp_size=plan.readers,
-            epochs=plan.recipe.train.epochs,
+            ends_after=plan.recipe.train.sequences(prepared.train_sequences),
             shortens=plan.shortens_batches,
             items=Items(plan.recipe),
         )

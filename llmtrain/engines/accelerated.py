@@ -122,7 +122,7 @@ def initialise_deepspeed(
     module: nn.Module, groups: list[dict[str, Any]], plan: Plan, ds_config: dict[str, Any], device: torch.device
 ) -> Engine:
     """Prepares a model, its parameter groups and its schedule with accelerate, in place of `deepspeed.initialize`."""
-    optim = plan.recipe.optim
+    optim = plan.recipe.optim.with_warmup_steps(plan.recipe.train.steps)
     with _only_plan_decides():
         accelerator = _accelerator_deepspeed(plan, ds_config, device)
         engine: Engine

@@ -73,7 +73,7 @@ def torch_optimizer(
 ) -> Optimizer:
     """Returns the recipe's optimizer. The guard can skip its updates: it is fused, or the user's own.
 
-    is_sharded: whether the parameters are, or will be, DTensors. code_dir: `Recipe.code_dir`. tried: `Plan.optimizer`.
+    optim: with the warm-up in steps. is_sharded: whether the parameters are, or will be, DTensors. code_dir: `Recipe.code_dir`. tried: `Plan.optimizer`.
     """
     if is_path(optim.name):
         return own_optimizer(groups, optim, code_dir, tried)
@@ -125,7 +125,7 @@ def rate_of(recipe: Recipe, step: int) -> float:
 
 def schedule(optimizer: Optimizer, recipe: Recipe) -> LRScheduler:
     """Returns the recipe's learning rate schedule: a user's own, or one of `transformers`."""
-    optim = recipe.optim
+    optim = recipe.optim.with_warmup_steps(recipe.train.steps)
     if is_path(optim.schedule):
         factor = import_object(optim.schedule, recipe.code_dir, "optim.schedule")
         return LambdaLR(optimizer, lambda step: factor(step, recipe))

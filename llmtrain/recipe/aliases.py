@@ -22,7 +22,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "optim.eps": ("adam_epsilon", "epsilon", "adam_eps"),
     "optim.weight_decay": ("wd",),
     "optim.schedule": ("lr_scheduler", "lr_scheduler_type", "scheduler"),
-    "optim.warmup_steps": ("warmup_num_steps", "num_warmup_steps", "warmup_ratio", "warmup"),
+    "optim.warmup_steps": ("warmup_num_steps", "num_warmup_steps", "warmup"),
     "optim.decay_steps": ("num_decay_steps", "lr_decay_steps"),
     "optim.min_lr_ratio": ("cosine_min_lr_ratio", "min_lr", "min_lr_rate", "cos_min_ratio"),
     "optim.clip_grad_norm": ("max_grad_norm", "gradient_clipping", "grad_clip", "gradient_clip_val", "clip_grad"),

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from keyword import iskeyword
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, Tag, model_validator
 
 from llmtrain.recipe.own_code import NAME, NamedPath, NameOrPath, ObjectPath, is_path
-from llmtrain.recipe.parts import Fraction, Many, NonNegativeFloat, NonNegativeInt, Part, PositiveFloat, PositiveInt
+from llmtrain.recipe.parts import (
+    MAX_NUMBER,
+    Fraction,
+    Many,
+    NonNegativeFloat,
+    NonNegativeInt,
+    Part,
+    PositiveFloat,
+    PositiveInt,
+)
 
 MAX_SEQUENCE_LENGTH = 2**24
 """Tokens: more than the context of any model."""
@@ -466,13 +477,15 @@ class OptimConfig(Part):
         Annotated[Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"], Tag(NAME)] | NamedPath, NameOrPath
     ] = "cosine"
     """A name, or a function of your own, `"mine:schedule"`: given the step, counted from 0, and the recipe, it
-    returns the learning rate relative to `lr`. That of a name in step s, counted from 0, with w = `warmup_steps`, n
-    = `train.max_steps`, d = `decay_steps` and m = `min_lr_ratio`. Before step w all of them rise linearly: s / w,
-    or m + (1 − m) · s / w for `wsd`. After that: `constant`: 1. `linear`: (n − s) / (n − w). `cosine`: m + (1 − m)
-    · (1 + cos(π · (s − w) / (n − w))) / 2. `inverse_sqrt`: √(w / s), or √(10000 / (10000 + s)) if w = 0. `wsd`
-    (warm-up, stable, decay; arXiv 2404.06395): 1 before step n − d, then linear decay, m + (1 − m) · (n − s) / d."""
+    returns the learning rate relative to `lr`. That of a name in step s, counted from 0, with w steps of warm-up, n =
+    `train.max_steps`, d = `decay_steps` and m = `min_lr_ratio`. Before step w all of them rise linearly: s / w, or m +
+    (1 − m) · s / w for `wsd`. After that: `constant`: 1. `linear`: (n − s) / (n − w). `cosine`: m + (1 − m) · (1 +
+    cos(π · (s − w) / (n − w))) / 2. `inverse_sqrt`: √(w / s), or √(10000 / (10000 + s)) if w = 0. `wsd` (warm-up,
+    stable, decay; arXiv 2404.06395): 1 before step n − d, then linear decay, m + (1 − m) · (n − s) / d."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the learning rate rises linearly from 0, or from `min_lr_ratio` for `wsd`."""
+    warmup_ratio: Fraction = 0.0
+    """The same as a share of the run's steps, rounded up. Set either this or `warmup_steps`."""
     decay_steps: NonNegativeInt = 0
     """Steps of the final decay of `wsd`."""
     min_lr_ratio: Fraction = 0.0
@@ -487,6 +500,19 @@ class OptimConfig(Part):
     `eps1` (fp32's ε), a lower bound on the square root of a second moment; `eps2` (1e-3), a lower bound on the root
     mean square of a weight; and `d` (1), the largest root mean square of an update. `adamw_8bit`: `block_size` (256),
     the elements of a row that share a scale."""
+
+    def with_warmup_steps(self, steps: int) -> Self:
+        """Returns the fields with the warm-up in steps, of a run of `steps`."""
+        if not self.warmup_ratio:
+            return self
+        warmup = math.ceil(Decimal(str(self.warmup_ratio)) * steps)
+        return self.model_copy(update={"warmup_steps": warmup, "warmup_ratio": 0.0})
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> Self:
+        if self.warmup_ratio and self.warmup_steps:
+            raise ValueError("set either `warmup_steps` or `warmup_ratio`")
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -528,13 +554,17 @@ class TrainConfig(Part):
     max_steps: PositiveInt | None = None
     """Number of optimizer steps. Set either this or `epochs`; `epochs` determines the number of steps when the data
     have been prepared."""
-    epochs: PositiveInt | None = None
-    """Number of times that every training sequence is read. Several sources are mixed in proportion to their number of
-    sequences, and the last step reads the remaining sequences."""
+    epochs: PositiveInt | Annotated[float, Field(gt=0, le=MAX_NUMBER)] | None = None
+    """Number of times that every training sequence is read, also a fraction, such as 0.5 or 2.5. Several sources are
+    mixed in proportion to their number of sequences, and the last step reads the remaining sequences."""
     early_stopping: EarlyStoppingConfig | None = None
     """When the run ends before its last step. Default: never."""
     seed: NonNegativeInt = 1
     """Seed of the initial weights, dropout and the order of the samples."""
+
+    def sequences(self, in_epoch: int) -> int:
+        """Returns the number of sequences that `epochs` read, of data with `in_epoch` sequences; 0 without epochs."""
+        return math.ceil(Decimal(str(self.epochs)) * in_epoch) if self.epochs else 0
 
     @property
     def steps(self) -> int:

@@ -206,7 +206,7 @@ def _sources(recipe: dict[str, Any]) -> str:
 
 
 def _optimizer(recipe: dict[str, Any]) -> str:
-    names = ("name", "lr", "schedule", "warmup_steps", "weight_decay")
+    names = ("name", "lr", "schedule", "warmup_steps", "warmup_ratio", "weight_decay")
     given = {name: recipe.get(f"optim.{name}") for name in names}
     given = {name: format_value(value) if isinstance(value, float) else value for name, value in given.items()}
     return ", ".join(f"{name} {value}" if name != "name" else str(value) for name, value in given.items() if value)

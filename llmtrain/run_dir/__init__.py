@@ -43,7 +43,7 @@ MAY_CHANGE = re.compile(
 # A run may be continued with other values of these fields if its user permits it: the state of the optimizer and the
 # tokens stay valid, but the run is no longer the one that its recipe declared at the start.
 MAY_CHANGE_IF_ALLOWED = re.compile(
-    r"optim\.(lr|betas(\.\d+)?|eps|weight_decay|schedule|warmup_steps|decay_steps|min_lr_ratio|clip_grad_norm)"
+    r"optim\.(lr|betas(\.\d+)?|eps|weight_decay|schedule|warmup_steps|warmup_ratio|decay_steps|min_lr_ratio|clip_grad_norm)"
     r"|data\.sources(\..*)?"
 )
 

@@ -291,7 +291,7 @@ def test_a_truncated_store_is_refused(make_recipe: MakeRecipe, corpus_file: Path
 
 def read_all(prepared: Prepared) -> None:
     """Reads what a run reads."""
-    loader = whole_batches(prepared, epochs=1)
+    loader = whole_batches(prepared, prepared.train_sequences)
     read = 0
     for batch in loader.train_batches(0):
         if (read := read + batch.samples) >= prepared.train_sequences:

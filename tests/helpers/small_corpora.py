@@ -64,7 +64,7 @@ def write_tokenizer(folder: Path, bos: bool = False, **config: Any) -> Path:
     return folder
 
 
-def whole_batches(prepared: Prepared, epochs: int | None = None) -> BatchLoader:
+def whole_batches(prepared: Prepared, ends_after: int = 0) -> BatchLoader:
     """The batches of one rank: 8 sequences in one micro-batch."""
     sizes = {"global_batch_size": 8, "micro_batch_size": 8, "gradient_accumulation_steps": 1}
-    return BatchLoader(prepared, seed=1, dp_rank=0, dp_size=1, epochs=epochs, **sizes)
+    return BatchLoader(prepared, seed=1, dp_rank=0, dp_size=1, ends_after=ends_after, **sizes)

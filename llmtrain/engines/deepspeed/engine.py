@@ -106,7 +106,8 @@ def initialise(
     """
 
     def optimizer(groups: list[dict[str, Any]]) -> Optimizer:
-        return torch_optimizer(groups, plan.recipe.optim, code_dir=plan.recipe.code_dir, tried=plan.optimizer)
+        optim = plan.recipe.optim.with_warmup_steps(plan.recipe.train.steps)
+        return torch_optimizer(groups, optim, code_dir=plan.recipe.code_dir, tried=plan.optimizer)
 
     engine: _Engine = deepspeed.initialize(
         model=module,

@@ -129,7 +129,8 @@ def _fields(plan: Plan, degrees: dict[Axis, int], model: ModelConfig) -> dict[st
         # The learning rate's schedule is as short as the run, so that the weights change.
         "train.max_steps": STEPS,
         "train.epochs": None,
-        "optim.warmup_steps": min(recipe.optim.warmup_steps, 1),
+        "optim.warmup_steps": 1 if recipe.optim.warmup_steps or recipe.optim.warmup_ratio else 0,
+        "optim.warmup_ratio": 0.0,
         "optim.decay_steps": min(recipe.optim.decay_steps, 1),
         "evaluation.max_sequences": total,
         # The few steps are judged by nothing.

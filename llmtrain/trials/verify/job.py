@@ -228,7 +228,8 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
     fields: dict[str, Any] = {
         "train.max_steps": steps,
         "train.epochs": None,
-        "optim.warmup_steps": min(recipe.optim.warmup_steps, steps // 4),
+        "optim.warmup_steps": min(recipe.optim.with_warmup_steps(steps).warmup_steps, steps // 4),
+        "optim.warmup_ratio": 0.0,
         "optim.decay_steps": min(recipe.optim.decay_steps, steps // 2),
         "guard.spike_sigma": 0.0,
     }

@@ -463,7 +463,7 @@ def learning_rate(recipe: Recipe, step: int) -> float:
     optim, steps = recipe.optim, recipe.train.steps
     if is_path(optim.schedule):
         return optim.lr * float(import_object(optim.schedule, recipe.code_dir)(step, recipe))
-    peak, least, warmup = optim.lr, optim.min_lr_ratio, optim.warmup_steps
+    peak, least, warmup = optim.lr, optim.min_lr_ratio, optim.with_warmup_steps(steps).warmup_steps
     if step < warmup:
         rise = step / warmup
         # `wsd` of transformers starts from the rate at which it ends.

@@ -42,8 +42,8 @@ def made(tmp_path: Path) -> Recipe:
 
 
 def loader_of(prepared: Prepared, rank: int = 0, ranks: int = 1, micro: int = 2) -> BatchLoader:
-    sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": BATCH // micro // ranks}
-    return BatchLoader(prepared, seed=1, global_batch_size=BATCH, dp_rank=rank, dp_size=ranks, epochs=EPOCHS, **sizes)
+    sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": BATCH // micro // ranks, "ends_after": 60 * EPOCHS}
+    return BatchLoader(prepared, seed=1, global_batch_size=BATCH, dp_rank=rank, dp_size=ranks, **sizes)
 
 
 def read(prepared: Prepared, steps: int, ranks: int) -> list[list[tuple[int, ...]]]:
@@ -72,6 +72,16 @@ def test_any_number_of_ranks_reads_every_conversation_once_per_epoch(made: Recip
     for epoch in range(EPOCHS):
         assert len(set(flat[60 * epoch : 60 * (epoch + 1)])) == 60
     assert flat[:60] != flat[60:120]
+
+
+@pytest.mark.parametrize(("epochs", "sequences"), [(2.5, 150), (0.1, 6), (1, 60)])
+def test_epochs_may_be_a_fraction(made: Recipe, epochs: float, sequences: int) -> None:
+    prepared = prepare(made)
+    plan = with_max_steps(resolve(made.with_(**{"train.epochs": epochs}), Cluster()), prepared)
+    steps = plan.recipe.train.steps
+    assert steps == -(-sequences // BATCH)
+    loader = BatchLoader.of(plan, prepared, 0)
+    assert sum(loader.train_batch(step * BATCH).samples for step in range(steps)) == sequences
 
 
 def test_the_last_step_counts_its_own_targets_and_any_step_may_be_the_first(made: Recipe) -> None:

@@ -90,16 +90,19 @@ def test_documents_of_families_that_mix_them_run_in_one_sequence(verify_corpus):
 
 
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine", "inverse_sqrt", "wsd"])
-@pytest.mark.parametrize("warmup", [0, 1, 7])
+@pytest.mark.parametrize("warmup", [{}, {"warmup_steps": 1}, {"warmup_steps": 7}, {"warmup_ratio": 0.1}])
 def test_learning_rates_are_the_engines(name, warmup, verify_corpus):
     """Two ways to write the same formulas."""
     for steps, least in ((50, 0.1), (97, 0.0)):
-        fields = {"optim.schedule": name, "optim.warmup_steps": warmup, "train.max_steps": steps}
+        fields = {"optim.schedule": name, "train.max_steps": steps, "optim.warmup_steps": 0}
+        fields |= {f"optim.{key}": value for key, value in warmup.items()}
         fields |= {"optim.decay_steps": 9} if name == "wsd" else {}
         fields |= {"optim.min_lr_ratio": least} if name in ("wsd", "cosine") else {}
         recipe = small(verify_corpus).with_(**fields)
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=recipe.optim.lr)
         scheduler = schedule(optimizer, recipe)
+        if "warmup_ratio" in warmup and name in ("linear", "cosine"):
+            assert learning_rate(recipe, {50: 5, 97: 10}[steps]) == recipe.optim.lr  # 9.7 is rounded up
         for step in range(steps):
             assert optimizer.param_groups[0]["lr"] == learning_rate(recipe, step), step
             optimizer.step()
