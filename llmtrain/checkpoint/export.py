@@ -213,7 +213,10 @@ def write_adapter(
     part = adapter.select_trained(recipe, config)
     trained = {adapter.weight_name(name): weight for name, weight in model.named_parameters() if weight.requires_grad}
     stored = adapter_files.stored_modules(part.parameters if part else ())
-    files = {adapter_files.file_name(name, stored, of_whole): name for name in trained}
+    tied = aliases(model)  # PEFT's files have a table that embedding and head share twice
+    files = {
+        adapter_files.file_name(alias, stored, of_whole): name for name in trained for alias in tied.get(name, (name,))
+    }
 
     def read(key: str) -> Tensor:
         name, like = files[key], trained[files[key]]

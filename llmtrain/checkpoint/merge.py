@@ -124,7 +124,7 @@ def merge(
     config = configuration_of(model, {})
     weights = getattr(torch, dtype) if dtype else config.dtype or torch.float32
     empty = empty_model(config, weights, trust_remote_code)
-    if _unties(adapter, empty, part_of(model, config)):
+    if not lora.ensure_weight_tying and _unties(adapter, empty, part_of(model, config)):
         model = model.model_copy(update={"config": {"tie_word_embeddings": False}})
         config = configuration_of(model, model.config)
         empty = empty_model(config, weights, trust_remote_code)
@@ -321,7 +321,9 @@ class MergedWeights:
             ],
             "contains integers, not floating point numbers": integers,
             "changes one of two weights that its base ties to each other, and would change both": [
-                name for name in self._shapes if len(groups.get(changed[name], ())) > 1
+                name
+                for name in self._shapes
+                if len(groups.get(changed[name], ())) > 1 and not self._lora.ensure_weight_tying
             ],
         }
         problems = [

@@ -80,7 +80,10 @@ class PlainLoop(HasState):
             name: self.masters.get(weight, weight) for name, weight in model.named_parameters() if weight.requires_grad
         }
         self.optimizer = self._distribute(
-            torch_optimizer(groups, recipe.optim.with_warmup_steps(recipe.train.steps), self.is_sharded, recipe.code_dir, tried), trained
+            torch_optimizer(
+                groups, recipe.optim.with_warmup_steps(recipe.train.steps), self.is_sharded, recipe.code_dir, tried
+            ),
+            trained,
         )
         self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)

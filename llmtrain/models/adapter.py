@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -217,6 +217,7 @@ def outline(model: PreTrainedModel, recipe: Recipe) -> peft.LoraConfig:
     config = _add_adapters(model, trained)
     config.target_parameters = list(trained.parameters) or None
     config.modules_to_save, config.inference_mode = list(trained.saved) or None, True
+    config.ensure_weight_tying = _saves_tied(model, trained.saved)
     return config
 
 
@@ -412,14 +413,15 @@ def saved_modules(whole: PreTrainedModel, lora: peft.LoraConfig) -> tuple[tuple[
     if unmatched := [pattern for pattern in patterns if not any(matches(name, [pattern]) for name in saved)]:
         message = f"{', '.join(unmatched)} matches no module of {_type(whole)}"
         problems.append(Problem("adapter.modules", field, message, "name modules, such as 'lm_head'"))
-    shared = [alias for alias, group in aliases(whole).items() if len(group) > 1]
-    tied = [name for name in saved if any(alias.startswith(f"{name}.") for alias in shared)]
-    if tied:
-        message = f"{abbreviate(tied)} is tied to another module, which PEFT would not change when it loads the adapter"
-        problems.append(
-            Problem("adapter.tied", field, message, "leave it out, or untie with tie_word_embeddings=false")
-        )
+    # A table that embedding and head share is saved under its first name, as PEFT does with `ensure_weight_tying`.
+    first = {alias: group[0] for alias, group in aliases(whole).items() if len(group) > 1}
+    saved = list(dict.fromkeys(first.get(f"{name}.weight", f"{name}.weight").removesuffix(".weight") for name in saved))
     return tuple(saved), problems
+
+
+def _saves_tied(whole: PreTrainedModel, saved: Collection[str]) -> bool:
+    """Whether embedding and head share a table that is trained as a whole."""
+    return any(len(group) > 1 and group[0].removesuffix(".weight") in saved for group in aliases(whole).values())
 
 
 def _check_used(config: PreTrainedConfig, trained: Trained) -> None:
@@ -518,7 +520,8 @@ def _initialize_adapters(
                 parameter.copy_(_draw_lora_a(parameter, seed_for_name(seed, weight)))
     if values is not None and names == {}:
         trained = (weight_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
-        known = {stored_name(name, stored) for name in trained}
+        tied = aliases(model)
+        known = {stored_name(alias, stored) for name in trained for alias in tied.get(name, (name,))}
         if extra := sorted(values.keys() - known):
             message = f"contains weights that the model does not have: {abbreviate(extra)}"
             raise RecipeError(Problem("adapter.pretrained", "model.adapter.pretrained", message))

@@ -28,7 +28,7 @@ DORA = "lora_magnitude_vector"
 CHANGES_MORE = (
     *("layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora"),
     *("lora_bias", "megatron_config", "use_bdlora", "arrow_config", "velora_config", "kasa_config"),
-    *("monteclora_config", "ensure_weight_tying"),
+    *("monteclora_config",),
 )
 """Fields of PEFT's configuration with which an adapter is more than two matrices per layer or parameter."""
 LEAVES_BASE = (True, False, "gaussian", "eva", "orthogonal")

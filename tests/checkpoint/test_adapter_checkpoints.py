@@ -24,7 +24,7 @@ from llmtrain.checkpoint.merge import merge
 from llmtrain.checkpoint.save import Saver
 from llmtrain.checkpoint.state import load
 from llmtrain.cli import app
-from llmtrain.errors import CheckpointError, UserError
+from llmtrain.errors import CheckpointError, RecipeError, UserError
 from llmtrain.models import build_model
 from llmtrain.models.inference.generate import generate
 from llmtrain.models.inference.load import load_causal_lm
@@ -236,6 +236,29 @@ def test_adapters_of_experts_pass_between_a_run_and_peft(tokenizer, tmp_path, ta
     merge(tmp_path / "adapter", tmp_path / "values")
     found = _logits(load_causal_lm(tmp_path / "values", trust_remote_code=False).eval()).numpy()
     np.testing.assert_allclose(found, expected, rtol=0, atol=FP32)
+
+
+def test_an_adapter_with_the_table_that_embedding_and_head_share(tokenizer, tmp_path):
+    folder, out = tmp_path / "base", tmp_path / "out"
+    build_model(tiny_recipe(), torch.float32, CPU).save_pretrained(folder)
+    recipe = recipe_on(folder, **PLAIN, **{"model.adapter.modules_to_save": ["embed_tokens"]})
+    expected = run_ranks(1, _trained_here, recipe, tmp_path / "run")[0]
+    export(newest(tmp_path / "run"), tokenizer, out)
+    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), out).eval()
+    assert np.array_equal(_logits(loaded).numpy(), expected)
+    merge(out, tmp_path / "merged")
+    merged = load_causal_lm(tmp_path / "merged", trust_remote_code=False)
+    assert merged.lm_head.weight is merged.model.embed_tokens.weight
+    np.testing.assert_allclose(_logits(merged.eval()).numpy(), expected, rtol=0, atol=FP32)
+    loaded.save_pretrained(tmp_path / "theirs")
+    continued = recipe_on(folder, **{"model.adapter": {"pretrained": str(tmp_path / "theirs")}})
+    assert np.array_equal(_logits(build_model(continued, torch.float32, CPU).eval()).numpy(), expected)
+    with pytest.raises(
+        RecipeError, match=rf"adapter of PEFT(.|\n)*--set model.pretrained={folder} --set 'model.adapter="
+    ):
+        model_facts(recipe.model.model_copy(update={"pretrained": str(out)}), None)
+    settings = [continued.model, recipe.model]
+    assert len({model_facts(model, None).trained_parameters for model in settings}) == 1
 
 
 def test_an_adapter_of_new_weights_is_exported_with_them(tokenizer, tmp_path):

@@ -67,6 +67,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "lora": LORA,
     "scaled by rank": {"model.adapter": {"rank": 4, "alpha": 16.0, "rslora": True, "targets": ["q_proj", "o_proj"]}},
     "head": {"model.adapter": {"rank": 4, "targets": ["mlp.*"], "modules_to_save": ["lm_head"]}, **UNTIED},
+    "adapters and tied table": {"model.adapter": {"rank": 4, "targets": ["mlp.*"], "modules_to_save": ["lm_head"]}},
     "experts": {**MIXTRAL, "model.adapter": {"rank": 3, "alpha": 16.0, "targets": ["v_proj"], **EXPERTS}},
     "last layer": {"model.adapter": {"rank": 4, "targets": ["model.layers.1.*_proj"]}},
     "first layer": {"model.adapter": {"rank": 4, "targets": ["model.layers.0.*_proj"]}},
@@ -109,7 +110,7 @@ def cases_of(ranks: int, trained: str) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        pytest.param(2, [("lora", "zero3"), ("end", "pipeline")], id="some"),
+        pytest.param(2, [("lora", "zero3"), ("adapters and tied table", "pipeline")], id="some"),
         pytest.param(2, [("lora", name) for name in ("zero1", "fsdp2", "ddp", "tensor zero1")], marks=SLOW, id="flat"),
         pytest.param(4, [("lora", "pipeline tensor")], marks=SLOW, id="slices"),
         *(
@@ -198,7 +199,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no such module": ({"model.adapter": {"rank": 4, "targets": ["query"]}}, "adapter.targets"),
     "no linear layer": ({"model.adapter": {"rank": 4, "targets": ["self_attn"]}}, "adapter.linear"),
     "the head": ({"model.adapter": {"rank": 4, "targets": ["lm_head"]}}, "adapter.head"),
-    "a tied head": ({"model.adapter": {"rank": 4, "modules_to_save": ["lm_head"]}}, "adapter.tied"),
     "no such parameter of its own": (
         {"model.adapter": {"rank": 4, "target_parameters": ["experts.w1"]}},
         "adapter.targets",

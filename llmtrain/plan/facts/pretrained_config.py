@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +17,14 @@ from llmtrain.plan.facts.wrapper import (
 )
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.hub import hub_has, is_path
-from llmtrain.system.untrusted import expanded, read_json, refusing
+from llmtrain.system.untrusted import expanded, json_fault, read_json, refusing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 AUTO_CLASS = "AutoModelForCausalLM"
+ADAPTER_CONFIG = "adapter_config.json"
+"""The configuration of an adapter of PEFT."""
 
 
 def has_own_code(model: ModelConfig, declared: dict[str, Any]) -> bool:
@@ -62,7 +66,21 @@ def quantization_of(model: ModelConfig) -> Quantization | None:
 
 def _config_of(model: ModelConfig) -> dict[str, Any]:
     folder = pretrained_folder(model)
-    return read_config(folder / "config.json") if folder else _hub_config(model)
+    if folder is None:
+        return _hub_config(model)
+    if (adapter := folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists():
+        raise RecipeError(_is_adapter(model, read_config(adapter)))
+    return read_config(folder / "config.json")
+
+
+def _is_adapter(model: ModelConfig, config: dict[str, Any]) -> Problem:
+    base = config.get("base_model_name_or_path")
+    message = f"'{model.pretrained}' is an adapter of PEFT, not the weights of a model"
+    named = base if isinstance(base, str) and not json_fault(base) else "BASE"
+    further = [f"model.pretrained={named}", f"model.adapter={json.dumps({'pretrained': model.pretrained})}"]
+    settings = " ".join(f"--set {shlex.quote(assignment)}" for assignment in further)
+    fix = f"to train it further: {settings}; `llmtrain export ADAPTER OUT --merge` adds it to its base"
+    return Problem("model.adapter_folder", "model.pretrained", message, fix)
 
 
 def declared_config(model: ModelConfig) -> tuple[str, dict[str, Any]]:

@@ -20,8 +20,9 @@ from llmtrain.recipe import LoraConfig, ModelConfig
 from llmtrain.system.hub import stored_file
 from llmtrain.system.untrusted import read_json, refusing
 
-TIED_HEAD = "lm_head.weight"
+TIED_HEAD_MODULE = "lm_head"
 """A second name of a tied table, which patterns may mean."""
+TIED_HEAD = f"{TIED_HEAD_MODULE}.weight"
 
 
 def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
@@ -36,7 +37,7 @@ def with_trained(facts: ModelFacts, model: ModelConfig) -> ModelFacts:
     packs, unreached = model.quantize != "none", frozenset(facts.without_gradient)
     if model.adapter:
         tower = facts.tower.prefixes if facts.tower else ()
-        change = _with_adapter(_adapter(model.adapter, facts.part, tower), packs, unreached)
+        change = _with_adapter(_adapter(model.adapter, facts.part, tower), packs, unreached, weights.tied)
     else:
         change = _named(model.trainable or ("*",), weights.tied, unreached)
     layers = [tuple(change(weights.layer(index), f"{weights.prefix}.{index}.")) for index in range(weights.layers)]
@@ -162,13 +163,15 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
 
 
-def _with_adapter(adapter: _Adapter, packs: bool, unreached: frozenset[str]) -> WeightChange:
+def _with_adapter(adapter: _Adapter, packs: bool, unreached: frozenset[str], tied: bool) -> WeightChange:
     def change(weights: Sequence[Weight], prefix: str, is_table: bool = False) -> Iterator[Weight]:
         for module, group in groupby(weights, key=lambda weight: weight.name.rpartition(".")[0]):
             own = list(group)
             names = (prefix + module).split(".")
-            saved = any(matches(".".join(names[:end]), adapter.saved) for end in range(1, len(names) + 1))
             matrix = own[0]
+            is_head = tied and is_table and matrix is weights[0]
+            modules = [".".join(names[:end]) for end in range(1, len(names) + 1)] + [TIED_HEAD_MODULE] * is_head
+            saved = any(matches(name, adapter.saved) for name in modules)
             linear = matrix.name.endswith(".weight") and len(matrix.shape) == 2 and "embed" not in module
             linear = linear and matrix.kind == "layer"
             packs_module = packs and bool(prefix) and not saved

@@ -125,9 +125,7 @@ def new_tokens_trained(draft: Draft) -> Iterator[Fault]:
     if model.trainable:
         fix = "add their patterns to model.trainable"
     elif facts.tied_embeddings:
-        fix = (
-            f"{assignment(model__config__tie_word_embeddings='false')}, since adapters cannot train tied tables; {fix}"
-        )
+        fix = "name the table that embedding and head share in model.adapter.modules_to_save, such as embed_tokens"
     yield Fault("model.new_tokens", f"need a trained embedding and head, but {frozen} would be frozen", fix)
 
 

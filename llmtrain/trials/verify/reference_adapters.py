@@ -47,6 +47,12 @@ def train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Ten
     every = [name for name in linear if model.get_submodule(name) is not model.get_output_embeddings()]
     targets = every if lora.targets == "all-linear" else _matching(linear, lora.targets)
     parameters = _matching([name for name, _ in model.named_parameters()], lora.target_parameters)
+    saved = _matching(names, lora.modules_to_save)
+    embedding = model.get_input_embeddings()
+    ties = _shares_saved_table(model, saved)
+    if ties:  # PEFT looks for the embedding's name, and adds that of the head
+        [name] = [name for name, module in model.named_modules() if module is embedding]
+        saved = [name, *(other for other in saved if model.get_submodule(other) is not model.get_output_embeddings())]
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=lora.rank,
@@ -56,13 +62,21 @@ def train_part(model: PreTrainedModel, part: ModelConfig, adapter: dict[str, Ten
         target_parameters=parameters or None,
         use_dora=lora.dora,
         use_rslora=lora.rslora,
-        modules_to_save=_matching(names, lora.modules_to_save) or None,
+        modules_to_save=saved or None,
+        ensure_weight_tying=ties,
     )
     peft.get_peft_model(model, config, autocast_adapter_dtype=False)
     _stack_experts(model)
     added = {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, value in adapter.items():
         added[name].data.copy_(value)
+
+
+def _shares_saved_table(model: PreTrainedModel, saved: Sequence[str]) -> bool:
+    """Whether embedding and head share a table that is trained as a whole."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tables = {id(embedding), id(head)}
+    return head.weight is embedding.weight and any(id(model.get_submodule(name)) in tables for name in saved)
 
 
 def _stack_experts(model: PreTrainedModel) -> None:

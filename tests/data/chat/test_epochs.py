@@ -42,7 +42,11 @@ def made(tmp_path: Path) -> Recipe:
 
 
 def loader_of(prepared: Prepared, rank: int = 0, ranks: int = 1, micro: int = 2) -> BatchLoader:
-    sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": BATCH // micro // ranks, "ends_after": 60 * EPOCHS}
+    sizes = {
+        "micro_batch_size": micro,
+        "gradient_accumulation_steps": BATCH // micro // ranks,
+        "ends_after": 60 * EPOCHS,
+    }
     return BatchLoader(prepared, seed=1, global_batch_size=BATCH, dp_rank=rank, dp_size=ranks, **sizes)
 
 
