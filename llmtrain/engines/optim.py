@@ -73,7 +73,8 @@ def torch_optimizer(
 ) -> Optimizer:
     """Returns the recipe's optimizer. The guard can skip its updates: it is fused, or the user's own.
 
-    optim: with the warm-up in steps. is_sharded: whether the parameters are, or will be, DTensors. code_dir: `Recipe.code_dir`. tried: `Plan.optimizer`.
+    optim: with the warm-up in steps. is_sharded: whether the parameters are, or will be, DTensors. code_dir:
+    `Recipe.code_dir`. tried: `Plan.optimizer`.
     """
     if is_path(optim.name):
         return own_optimizer(groups, optim, code_dir, tried)

@@ -79,11 +79,9 @@ class PlainLoop(HasState):
         trained = {
             name: self.masters.get(weight, weight) for name, weight in model.named_parameters() if weight.requires_grad
         }
+        optim = recipe.optim.with_warmup_steps(recipe.train.steps)
         self.optimizer = self._distribute(
-            torch_optimizer(
-                groups, recipe.optim.with_warmup_steps(recipe.train.steps), self.is_sharded, recipe.code_dir, tried
-            ),
-            trained,
+            torch_optimizer(groups, optim, self.is_sharded, recipe.code_dir, tried), trained
         )
         self._round_masters()
         self.scheduler = schedule(self.optimizer, recipe)

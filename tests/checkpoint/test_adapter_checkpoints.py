@@ -253,9 +253,8 @@ def test_an_adapter_with_the_table_that_embedding_and_head_share(tokenizer, tmp_
     loaded.save_pretrained(tmp_path / "theirs")
     continued = recipe_on(folder, **{"model.adapter": {"pretrained": str(tmp_path / "theirs")}})
     assert np.array_equal(_logits(build_model(continued, torch.float32, CPU).eval()).numpy(), expected)
-    with pytest.raises(
-        RecipeError, match=rf"adapter of PEFT(.|\n)*--set model.pretrained={folder} --set 'model.adapter="
-    ):
+    advice = rf"adapter of PEFT(.|\n)*--set model.pretrained={folder} --set 'model.adapter="
+    with pytest.raises(RecipeError, match=advice):
         model_facts(recipe.model.model_copy(update={"pretrained": str(out)}), None)
     settings = [continued.model, recipe.model]
     assert len({model_facts(model, None).trained_parameters for model in settings}) == 1

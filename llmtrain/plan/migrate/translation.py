@@ -69,7 +69,7 @@ class Settings:
         return value if found and value is not None else default
 
     def untaken(self) -> dict[str, Any]:
-        """Returns the settings that were not read, by dotted key; those of mappings that were read in part one by one."""
+        """Returns the settings that were not read, by dotted key; those of mappings read in part one by one."""
         return dict(self._untaken(self._values, ""))
 
     def _find(self, key: str) -> tuple[bool, Any]:

@@ -37,12 +37,8 @@ def reference_optimizer(trained: Mapping[str, nn.Parameter], recipe: Recipe) -> 
         options |= optim.options | {"dtype": torch.float32 if recipe.parallel.precision == "fp32" else torch.bfloat16}
         return PlainMuon(matrices, options, groups, lr=optim.lr, betas=optim.betas, eps=optim.eps)
     if optim.name == "schedule_free_adamw":
-        settings = {
-            "lr": optim.lr,
-            "betas": optim.betas,
-            "eps": optim.eps,
-            "warmup": optim.with_warmup_steps(recipe.train.steps).warmup_steps,
-        }
+        warmup = optim.with_warmup_steps(recipe.train.steps).warmup_steps
+        settings = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "warmup": warmup}
         return PlainScheduleFree(groups, settings)
     if optim.name == "adafactor":
         given = {"eps1": None, "eps2": 1e-3} | optim.options

@@ -42,12 +42,9 @@ def made(tmp_path: Path) -> Recipe:
 
 
 def loader_of(prepared: Prepared, rank: int = 0, ranks: int = 1, micro: int = 2) -> BatchLoader:
-    sizes = {
-        "micro_batch_size": micro,
-        "gradient_accumulation_steps": BATCH // micro // ranks,
-        "ends_after": 60 * EPOCHS,
-    }
-    return BatchLoader(prepared, seed=1, global_batch_size=BATCH, dp_rank=rank, dp_size=ranks, **sizes)
+    sizes = {"micro_batch_size": micro, "gradient_accumulation_steps": BATCH // micro // ranks}
+    end = 60 * EPOCHS
+    return BatchLoader(prepared, seed=1, global_batch_size=BATCH, dp_rank=rank, dp_size=ranks, ends_after=end, **sizes)
 
 
 def read(prepared: Prepared, steps: int, ranks: int) -> list[list[tuple[int, ...]]]:
