@@ -429,7 +429,16 @@ def _documents_lists(verdicts: list[Verdict]) -> dict[str, Any]:
     return {
         "mixes_documents": names(verdict for verdict in verdicts if verdict.kind == "refused"),
         "mixing_parts": names(verdict for verdict in verdicts if any(verdict.others)),
+        "without_sdpa": names(verdict for verdict in verdicts if _lacks_sdpa(verdict)),
     }
+
+
+def _lacks_sdpa(verdict: Verdict) -> bool:
+    """Whether `transformers` refuses to build a family with `sdpa`."""
+    if verdict.kind not in ("works", "wrong", "refused"):
+        return False
+    with torch.device("meta"):
+        return not AutoModelForCausalLM.from_config(tiny_config(verdict.family))._supports_sdpa
 
 
 DOCUMENTS = Trial(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 
 from llmtrain.plan.axes import model_parallel_size
+from llmtrain.plan.facts.families import WITHOUT_SDPA
 from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.plan.facts.own_optimizer import TriedOptimizer, tried_optimizer
 from llmtrain.recipe import ParallelConfig, Precision, Recipe
@@ -42,6 +43,12 @@ class Draft:
     cluster: Cluster
     facts: ModelFacts | None
     """None if the model's own configuration is invalid."""
+
+    def __post_init__(self) -> None:
+        """Replaces `model.attention` of `auto` by `eager` for a family that has no `sdpa`."""
+        if self.facts and self.recipe.model.attention == "auto" and self.facts.text_type in WITHOUT_SDPA:
+            model = self.recipe.model.model_copy(update={"attention": "eager"})
+            object.__setattr__(self, "recipe", self.recipe.model_copy(update={"model": model}))
 
     @cached_property
     def optimizer(self) -> TriedOptimizer | None:

@@ -117,7 +117,8 @@ class ModelConfig(Part):
         "auto", "eager", "sdpa", "varlen", "flash_attention_2", "flash_attention_3", "flex_attention"
     ] = "auto"
     """Attention implementation, as `transformers` names it, or `varlen`: a kernel for packed documents, torch's on
-    GPUs and llmtrain's on CPUs. `auto`: the fastest one measured on the device (`kernels`), else `sdpa`."""
+    GPUs and llmtrain's on CPUs. `auto`: the fastest one measured on the device (`kernels`), else `sdpa`; `eager` for
+    families of `transformers` without `sdpa`."""
     unused_weights: Many[str] = ()
     """Patterns for the names of tensors in the files of `pretrained` that the model does not have, such as
     `vision_tower.*`, and that training leaves out. Without them, such tensors are refused."""

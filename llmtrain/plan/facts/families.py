@@ -264,6 +264,8 @@ Their documents meet before the decoder layers, or in parts of these that cannot
 MIXING_PARTS = frozenset(_TRIED["mixing_parts"])
 """Model types with parts that mix packed documents, unless they compute each document on its own: recurrences,
 convolutions, and attention with masks of its own."""
+WITHOUT_SDPA = frozenset(_TRIED["without_sdpa"])
+"""Model types that `transformers` does not build with `sdpa`: soft caps, sinks, or attention of their own."""
 EXPERT_FAMILIES = frozenset(_TRIED["expert"])
 """Families whose experts can be distributed over ranks."""
 EXPERT_TENSOR_FAMILIES = frozenset(_TRIED["expert_tensor"])

@@ -7,7 +7,7 @@ from posixpath import commonpath
 
 from llmtrain.plan.axes import SEQUENCE
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
-from llmtrain.plan.facts.families import MIXES_DOCUMENTS, MIXING_PARTS
+from llmtrain.plan.facts.families import MIXES_DOCUMENTS, MIXING_PARTS, WITHOUT_SDPA
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.system.hub import INDEX, SINGLE
@@ -322,6 +322,16 @@ def attention_device(draft: Draft) -> Iterator[Fault]:
     if draft.cluster.spec.on_cpu and attention.startswith("fl"):
         fix = f"{assignment(model__attention='sdpa')}, or {assignment(model__attention='varlen')}"
         yield Fault("model.attention", f"'{attention}' cannot train on CPUs", fix)
+
+
+@rule("model.attention_family", "run")
+def attention_family(draft: Draft) -> Iterator[Fault]:
+    """Refuses `sdpa` for families that `transformers` does not build with it, because of soft caps, sinks, or attention
+    of their own."""
+    facts = draft.facts
+    if facts and draft.recipe.model.attention == "sdpa" and facts.text_type in WITHOUT_SDPA:
+        message = f"'{facts.text_type}' of transformers does not support 'sdpa'"
+        yield Fault("model.attention", message, assignment(model__attention="eager"))
 
 
 @rule("model.attention_precision", "read")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.facts.families import WRAPPERS
@@ -71,6 +73,20 @@ def test_rotary_frequencies_are_found_in_families_that_are_built():
     config |= {"num_key_value_heads": 2, "intermediate_size": 96, "original_max_position_embeddings": 64}
     phi = ModelConfig(architecture="phi3", config={**config, "pad_token_id": 0, "rope_parameters": LONG})
     assert model_facts(phi, 99).rotary_follows == ("longrope", 64)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mamba2"])
+def test_a_family_without_sdpa_trains_with_eager_attention(family):
+    """The classes of `transformers` say whether they support it."""
+    fields = {"model.architecture": family, "model.config": {"num_hidden_layers": 2, "vocab_size": 512}}
+    with pytest.raises(RecipeError, match=f"'{family}' of transformers does not support 'sdpa'(.|\n)*attention=eager"):
+        resolve(small_plan().recipe.with_(**fields, **{"model.attention": "sdpa"}), Cluster(devices_per_node=2))
+    recipe = small_plan().recipe.with_(**fields, **{"model.attention": "auto"})
+    plan = resolve(recipe, Cluster(devices_per_node=2))
+    assert plan.recipe.model.attention == "eager"
+    config = AutoConfig.for_model(family, num_hidden_layers=2)
+    with torch.device("meta"):
+        assert not AutoModelForCausalLM.from_config(config)._supports_sdpa
 
 
 def test_a_dbrx_that_fails_in_its_first_pass_is_refused():
