@@ -3,8 +3,8 @@
 python benchmarks/verify_kinds.py [--only KIND...] [--nproc N] [--steps N]
 
 Each kind has the structure of a published family at a small size, with random weights. `llmtrain verify` trains it
-under each legal plan, on packed documents, and compares the run with plain PyTorch. A kind that was verified before with
-the same versions is taken from the result, so that an interrupted measurement continues.
+under each legal plan, on packed documents, and compares the run with plain PyTorch. A kind that was verified before
+with the same versions is taken from the result, so that an interrupted measurement continues.
 """
 
 from __future__ import annotations
@@ -144,6 +144,7 @@ def verify(kind: str, folder: Path, ranks: int, steps: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Verifies the kinds that have no result yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--nproc", type=int, default=4)

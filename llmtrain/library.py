@@ -248,6 +248,8 @@ def verify(
     cluster = local_cluster(nproc)
     runnable, refused = enumerate_plans(wanted, cluster.world_size, cluster.device)
     chosen, refused = without_unsplittable(choose_plans(runnable, refused, plans), refused)
+    if chosen:  # the reference has the kind of attention that the plans chose for the family
+        wanted = wanted.with_(**{"model.attention": chosen[0].plan.recipe.model.attention})
     for line in untried_versions():
         say(f"warning: {line}")
     prepare(wanted, Progress(plain_console(stderr=True)))

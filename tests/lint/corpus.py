@@ -102,5 +102,10 @@ def _case(path: Path) -> Case:
     world = int(head["World"]) if head["World"] else None
     [known] = [one for one in get_args(Reader) if one == reader]
     about = head["About"].replace("|", "\\|")
-    arguments = {name: float(number) for one, value in heads if one == "Set" for name, number in [value.split("=")]}
+    arguments = {
+        name: number == "true" or float(number)
+        for one, value in heads
+        if one == "Set"
+        for name, number in [value.split("=")]
+    }
     return Case(path, _HEAD.sub("", text), about, wrong, world, known, given == "given", arguments, head["DeepSpeed"])

@@ -58,8 +58,7 @@ def reference_model(recipe: Recipe, device: torch.device) -> Any:
         return own_reference_model(recipe, device)
     model, fields = recipe.model, dict(recipe.model.config)
     named: dict[str, Any] = {
-        # None: `sdpa` if the family has it.
-        "attn_implementation": {"auto": None, "sdpa": "sdpa"}.get(model.attention, "eager"),
+        "attn_implementation": model.attention_kernel if model.attention_kernel == "sdpa" else "eager",
         "dtype": WEIGHTS.get(recipe.parallel.precision, torch.float32),
     }
     if model.pretrained is not None:

@@ -13,10 +13,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from llmtrain_lint.accelerate import file_of, ranks_of
 from llmtrain_lint.document import READERS, Finding, NotDeepSpeed, Reader, Unreadable
 from llmtrain_lint.errors import Problem, UsageError, did_you_mean
 from llmtrain_lint.reading import decode, is_yaml, read_configuration, read_file
-from llmtrain_lint.rules import RULES
+from llmtrain_lint.rules import ACCELERATE, RULES
 from llmtrain_lint.rules.readers import guess
 from llmtrain_lint.schema import schema
 from llmtrain_lint.versions import choose_release
@@ -69,7 +70,8 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
         if not isinstance(text, str):
             content = read_file(text) if isinstance(text, Path) else decode(text)
         document = read_configuration(content, is_yaml(name))
-        reader = use.reader or guess(document)
+        own = document.accelerate
+        reader = "accelerate" if own is not None else use.reader or guess(document)
         if document.constants and reader == "deepspeed":
             document = read_configuration(content, hjson=True)
     except Unreadable as error:
@@ -80,11 +82,13 @@ def examine(name: str, text: str | bytes | Path, use: Use = Use(), allow: Collec
         document,
         schema=schema(choose_release(use.deepspeed).deepspeed),
         reader=reader,
-        world_size=use.world_size,
+        world_size=use.world_size or (None if own is None else ranks_of(own)),
         data_parallel=use.data_parallel,
         arguments=dict(use.arguments),
     )
-    found = {one for rule in RULES for one in rule.findings(used) if not _is_allowed(one, allow)}
+    # DeepSpeed's configuration is in the file that Accelerate's names, if it names one.
+    rules = ACCELERATE if own is not None and file_of(own) else RULES
+    found = {one for rule in rules for one in rule.findings(used) if not _is_allowed(one, allow)}
     ordered = sorted(found, key=lambda finding: (finding.line, finding.column, finding.field, finding.rule))
     return Result(name, content, used.reader, ordered)
 

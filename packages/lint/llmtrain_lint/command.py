@@ -10,6 +10,7 @@ import shutil
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -73,7 +74,7 @@ def lint_files(
 
     Exits with 0 if there are no errors, 1 if there are, and 2 if a file cannot be read.
     """
-    from llmtrain_lint.files import find_files, load_settings
+    from llmtrain_lint.files import find_files, load_settings, named_by_accelerate
     from llmtrain_lint.report import describe_rule, format_results
 
     if explain is not None:
@@ -90,7 +91,13 @@ def lint_files(
     found = find_files(files)
     if diff or fix:
         _fix_files(found, schema(release.deepspeed), diff)
-    results = [examine(name, text, use, allowed | project.allowed_in(name)) for name, text in found]
+    named = named_by_accelerate(found)
+    uses = {path: replace(use, reader="accelerate", world_size=world_size or ranks) for path, ranks in named.items()}
+    found += [(str(path), path) for path in named if all(path != other for _, other in found)]
+    results = [
+        examine(name, text, uses.get(text, use) if isinstance(text, Path) else use, allowed | project.allowed_in(name))
+        for name, text in found
+    ]
     if not diff:
         print(format_results(results, form, release, guessed=chosen_reader is None))
     sys.exit(_exit_code(results, 0 if strict else max_warnings))

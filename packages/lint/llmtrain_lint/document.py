@@ -100,6 +100,8 @@ class Configuration:
     """The Trainer's arguments, to compare."""
     strict_json_fault: tuple[int, int, str] | None = None
     """The place and the reason if the text is not strict JSON, though DeepSpeed can read it."""
+    accelerate: dict[str, Any] | None = None
+    """The file's content if it is Accelerate's own configuration; `values` are what DeepSpeed gets."""
     constants: bool = False
     """Whether it has NaN or Infinity, which DeepSpeed's parser reads differently."""
 

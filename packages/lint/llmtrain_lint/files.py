@@ -8,6 +8,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import product
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llmtrain_lint import READERS, Reader, parse_allowed
+from llmtrain_lint.accelerate import file_of, ranks_of
 from llmtrain_lint.document import NotDeepSpeed, Unreadable
 from llmtrain_lint.errors import Problem, UsageError, did_you_mean
 from llmtrain_lint.reading import LARGEST_FILE, is_yaml, read_configuration, read_file
@@ -64,6 +66,30 @@ def find_files(names: list[str]) -> list[tuple[str, bytes | Path]]:
     if problems:
         raise UsageError(problems)
     return list(made.items())
+
+
+def named_by_accelerate(files: list[tuple[str, bytes | Path]]) -> dict[Path, int | None]:
+    """Returns the files for DeepSpeed that configurations of Accelerate name, and the numbers of their ranks.
+
+    A relative path is one from the working directory, as for Accelerate, or else from the folder of the configuration.
+    """
+    named = {}
+    for name, path in files:
+        if not isinstance(path, Path) or not is_yaml(name):
+            continue
+        with suppress(Unreadable, NotDeepSpeed):
+            own = read_configuration(read_file(path), yaml=True).accelerate
+            if own is not None and (file := file_of(own)) is not None:
+                places = (Path(file), path.parent / file)
+                named.update({found: ranks_of(own) for found in [one for one in places if _is_file(one)][:1]})
+    return named
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # an overlong name, or one with a NUL
+        return False
 
 
 def _expanded(name: str) -> Iterator[tuple[str, bytes | Path]]:

@@ -111,7 +111,8 @@ def _is_expected(read: Configuration, before: Configuration, fixes: list[_Fix]) 
 
 def _read(text: str, schema: Schema, yaml: bool) -> Configuration | None:
     try:
-        return replace(read_configuration(text, yaml), schema=schema)
+        read = read_configuration(text, yaml)
+        return None if read.accelerate is not None else replace(read, schema=schema)
     except (Unreadable, NotDeepSpeed):
         return None
 

@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from llmtrain_lint.accelerate import block_of, deepspeed_values, places_of
 from llmtrain_lint.document import Configuration, NotDeepSpeed, Unreadable
 from llmtrain_lint.schema import KeyPath
 
@@ -104,11 +105,13 @@ def read_yaml_configuration(text: str) -> Configuration:
         raise Unreadable(str(fault), fault.line, fault.column) from None
     if not isinstance(values, _Object):
         raise Unreadable("contains no YAML mapping")
-    if "distributed_type" in values:
-        raise NotDeepSpeed(
-            "skipped, since it configures Accelerate itself; check the file of its deepspeed_config_file"
-        )
-    return Configuration(values, places, tuple(_repeated(values)))
+    repeated = tuple(_repeated(values))
+    if "distributed_type" not in values:
+        return Configuration(values, places, repeated)
+    if values["distributed_type"] != "DEEPSPEED" and not block_of(values):
+        raise NotDeepSpeed("skipped, since it configures Accelerate without DeepSpeed")
+    made = deepspeed_values(values)
+    return Configuration(made, places_of(places), repeated, reader="accelerate", accelerate=values)
 
 
 class _Object(dict[str, Any]):

@@ -156,6 +156,26 @@ def muon_zero(document: Configuration) -> Iterator[Fault]:
         yield where, message, "zero_optimization.reduce_scatter false"
 
 
+@error(
+    "muon_init", "ignores", "Under zero.Init, all parameters look flat to Muon, and Adam trains them.", before="0.19.7"
+)
+def muon_init(document: Configuration) -> Iterator[Fault]:
+    """Reports Muon at stage 3 in programs that build the model with zero.Init (DeepSpeed pull request 8438)."""
+    if _optimizer(document) == "muon" and document.stage == 3 and document.filled and document.since("0.18.9"):
+        message = (
+            "the model is built with zero.Init, and before DeepSpeed 0.19.7 Adam then trains all of its parameters"
+        )
+        yield ("optimizer", "type"), message, "stage 2, or DeepSpeed 0.19.7"
+
+
+@error("muon_plain", "changes", "Without ZeRO, Muon does not make its updates orthogonal.", before="0.19.7")
+def muon_plain(document: Configuration) -> Iterator[Fault]:
+    """Reports Muon at stage 0, where it was SGD (DeepSpeed pull request 8442)."""
+    if _optimizer(document) == "muon" and document.stage == 0:
+        message = "at stage 0, Muon is SGD before DeepSpeed 0.19.7"
+        yield ("optimizer", "type"), message, "stage 1 or 2, or DeepSpeed 0.19.7"
+
+
 @error("lamb_scale", "refuses", "DeepSpeed's Lamb needs a dynamic loss scale, even if fp16 is off.")
 def lamb_scale(document: Configuration) -> Iterator[Fault]:
     """Reports a static scale with Lamb (`DeepSpeedEngine._do_sanity_check`)."""

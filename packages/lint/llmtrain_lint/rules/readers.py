@@ -139,6 +139,24 @@ def scheduler_overrides(document: Configuration) -> Iterator[Fault]:
     yield ("scheduler",), message, "remove the block, and set lr_scheduler_type and warmup_steps"
 
 
+@error(
+    "frozen_recompute",
+    "refuses",
+    "ZeRO-3 released frozen parameters while a checkpoint was recomputed, so that training with LoRA ended in a "
+    "CheckpointError.",
+    before="0.19.3",
+)
+def frozen_recompute(document: Configuration) -> Iterator[Fault]:
+    """Reports adapters with gradient checkpointing at stage 3 (transformers issue 47254, DeepSpeed PR 8148)."""
+    given = document.arguments
+    adapts = given.get("use_peft") is True or any(given.get(name) for name in ("lora_r", "lora_rank"))
+    kwargs = given.get("gradient_checkpointing_kwargs")
+    reentrant = isinstance(kwargs, dict) and kwargs.get("use_reentrant") is True
+    if document.stage == 3 and adapts and given.get("gradient_checkpointing") is True and not reentrant:
+        message = "before DeepSpeed 0.19.3, frozen weights are released while layers are recomputed: a CheckpointError"
+        yield (_ZERO, "stage"), message, "DeepSpeed 0.19.3, or gradient_checkpointing_kwargs={'use_reentrant': true}"
+
+
 _ARGUMENTS: dict[str, KeyPath] = {
     "per_device_train_batch_size": ("train_micro_batch_size_per_gpu",),
     "gradient_accumulation_steps": ("gradient_accumulation_steps",),
