@@ -56,7 +56,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "Nemotron-H": {
         "architecture": "nemotron_h",
-        "config": COMMON
+        "config": {key: value for key, value in COMMON.items() if key != "num_hidden_layers"}
         | {"layers_block_type": ["mamba", "attention", "mamba", "mlp"], "n_groups": 4, "ssm_state_size": 16}
         | {"mamba_num_heads": 8, "mamba_head_dim": 16, "chunk_size": 32},
     },

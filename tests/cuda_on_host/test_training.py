@@ -6,6 +6,8 @@ of the ranks asserts after each test that no other device has a context.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch.distributed.distributed_c10d import _get_default_group
@@ -16,7 +18,7 @@ from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import tiny_recipe
-from tests.helpers.moe import moe_recipe
+from tests.helpers.moe import CONFIGS, GPT_OSS, INDEXED, moe_recipe
 from tests.helpers.traces import Trace, assert_same, plain_run, trace, worst
 
 pytestmark = pytest.mark.slow
@@ -57,6 +59,30 @@ FOUR = {
     "tensor and ZeRO-3": {"parallel.tensor": 2, "parallel.zero_stage": 3},
     "experts": {"parallel.zero_stage": 1, "optim.name": "sgd", "optim.lr": 0.1},
 }
+
+_HYBRID = {
+    **{"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 256},
+    **{"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4},
+    **{"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+_MAMBA = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8},
+    **{"num_key_value_heads": 2, "layers_block_type": ["mamba", "attention"], "n_groups": 2, "ssm_state_size": 8},
+    **{"mamba_num_heads": 4, "mamba_head_dim": 16, "chunk_size": 16, "vocab_size": 256},
+}
+_LORA = {"rank": 4, "alpha": 8.0, "target_parameters": ["experts.*_proj"]}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gpt-oss": ({"model": GPT_OSS, "parallel.expert": 1}, ZERO[3]),
+    "Qwen3.5": ({"model": {"architecture": "qwen3_5_text", "config": _HYBRID | {"intermediate_size": 48}}}, ZERO[3]),
+    "Qwen3.5 MoE": ({"model": {"architecture": "qwen3_5_moe_text", "config": CONFIGS["qwen3_5_moe_text"]}}, STAGES),
+    "Nemotron-H": ({"model": {"architecture": "nemotron_h", "config": _MAMBA}}, ZERO[2]),
+    "DeepSeek V3.2": ({"model": {"architecture": "deepseek_v32", "config": INDEXED | {"v_head_dim": 16}}}, ZERO[1]),
+    "Qwen3 MoE, LoRA of experts": (
+        {"model": {"architecture": "qwen3_moe", "config": CONFIGS["qwen3_moe"] | {"mlp_only_layers": []}, "adapter": _LORA}},
+        {"parallel.zero_stage": 3},
+    ),
+}
+"""Name → the fields of a kind of model, and those of a strategy."""
 
 
 def recipe_of(name: str) -> Recipe:
@@ -99,6 +125,18 @@ def test_strategies_match_the_plain_loop(gpus, ranks, names):
                 assert worst(run.losses, expected.losses) < 2**-8, name
             else:
                 assert_same(run, expected, name)
+
+
+def test_kinds_of_models_match_the_plain_loop(gpus):
+    """Attention sinks, recurrences, an indexer, and adapters of experts; documents are packed."""
+    sgd = {"optim.name": "sgd", "optim.lr": 0.1}
+    recipes = {name: tiny_recipe(**sgd, **model, **strategy) for name, (model, strategy) in KINDS.items()}
+    by_rank = gpus(2, train, list(recipes.values()), 2)
+    for (name, recipe), *runs in zip(recipes.items(), *by_rank, strict=True):
+        model = KINDS[name][0]
+        for run in runs:
+            assert_same(run, plain_run(tiny_recipe(**sgd, **model), STEPS), name)
+        assert recipe.data.packing == "best_fit"
 
 
 def test_8_bit_moments_are_the_plain_loop(gpus):

@@ -343,10 +343,37 @@ def _install_operations() -> None:
         )
 
     _install_attention(_library)
+    _install_convolution()
     _library.impl("addmm.dtype", addmm, "CUDA")
     _library.impl("addmm.dtype_out", lambda *a, out, **k: out.copy_(addmm(*a, **k)), "CUDA")
     _library.impl("mm.dtype", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype), "CUDA")
     _library.impl("histc", histc, "CUDA")
+
+
+def _install_convolution() -> None:
+    """Convolutions of each channel by itself, for which torch has a kernel of its own on CUDA."""
+    own = torch.nn.functional.conv1d
+
+    def conv1d(
+        given: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> torch.Tensor:
+        steps = [one[0] if isinstance(one, tuple) else one for one in (stride, padding, dilation)]
+        channels = given.size(1)
+        if not (given.is_cuda and groups == channels == len(weight) and groups > 1 and steps[::2] == [1, 1]):
+            return own(given, weight, bias, stride, padding, dilation, groups)
+        padded = torch.nn.functional.pad(given, (steps[1], steps[1]))
+        size = padded.size(-1) - weight.size(-1) + 1
+        parts = [padded[..., at : at + size] * weight[:, 0, at, None] for at in range(weight.size(-1))]
+        result = torch.stack(parts).sum(0)
+        return result if bias is None else result + bias[:, None]
+
+    replace(torch.nn.functional, conv1d=conv1d)
 
 
 def _install_attention(library: torch.library.Library) -> None:

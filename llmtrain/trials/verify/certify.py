@@ -64,12 +64,13 @@ def verify(
 
 
 def _run(job: VerifyJob, world_size: int, run_dir: RunDir, fork_server: ForkServer | None) -> None:
-    """Starts workers for the plans of a world size, and new ones for the remaining plans after each plan that failed.
+    """Starts workers for the plans of a world size, and new ones for the remaining plans after some plans, and after
+    each that failed.
 
     A process group that has lost a rank in a collective cannot be used again.
     """
+    _say(f"{world_size} worker{'s' if world_size > 1 else ''}\n")
     while True:
-        _say(f"{world_size} worker{'s' if world_size > 1 else ''}\n")
         started = time.monotonic()
         try:
             code = run_job(job, world_size, run_dir, fork_server=fork_server)
@@ -85,7 +86,6 @@ def _run(job: VerifyJob, world_size: int, run_dir: RunDir, fork_server: ForkServ
         else:
             if code:
                 raise StoppedError(code, run_dir.path)
-            return
         judged = {verdict.name for verdict in read_verdicts(run_dir.path)}
         if all(name in judged for name, _ in job.of_size(world_size)):
             return

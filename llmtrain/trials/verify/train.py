@@ -54,12 +54,15 @@ SGD_STEP = 0.05
 
 The norm of a matrix in a small model is a few units, so it moves by a few percent and remains trainable.
 """
+PLANS_OF_A_WORKER = 16
+"""Plans that a worker compares before another takes its place: engines leave their process groups behind, each with
+threads, of which there were a thousand in a worker after a hundred plans."""
 ORDERS = 8
 """Number of references in other orders and micro-batches, to measure the spread of a low precision."""
 
 
 def verify_rank(job: VerifyJob, folder: Path, device: torch.device, say: Say) -> None:
-    """Trains the reference if it does not exist; compares the plans of this world size that have no verdict yet."""
+    """Trains the reference if it does not exist; compares the next plans of this world size that have no verdict yet."""
     batches = Batches(job.recipe, prepare(job.recipe), job.steps)
     if not reference_file(folder, PROBES[-1]).is_file():
         make_references(job.recipe, batches, folder, device, say)
@@ -67,9 +70,8 @@ def verify_rank(job: VerifyJob, folder: Path, device: torch.device, say: Say) ->
     gc.freeze()  # scanning the libraries' objects after each engine took a third of a plan's time
     judged = {verdict.name for verdict in read_verdicts(folder)}
     numbers = {name: number for number, name in enumerate(job.plans, start=1)}
-    for name, plan in job.of_size(dist.get_world_size()):
-        if name in judged:
-            continue
+    remaining = [(name, plan) for name, plan in job.of_size(dist.get_world_size()) if name not in judged]
+    for name, plan in remaining[:PLANS_OF_A_WORKER]:
         if dist.get_rank() == 0:
             write_atomically(folder / CURRENT_FILE, name)
         barrier()  # no rank may be so far ahead that its failure would be attributed to another plan
