@@ -69,6 +69,8 @@ _MAMBA = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8},
     **{"num_key_value_heads": 2, "layers_block_type": ["mamba", "attention"], "n_groups": 2, "ssm_state_size": 8},
     **{"mamba_num_heads": 4, "mamba_head_dim": 16, "chunk_size": 16, "vocab_size": 256},
+    # Else some weights are drawn by the host and some by the device, whose generators differ.
+    **{"time_step_min": 0.01, "time_step_max": 0.01, "rescale_prenorm_residual": False},
 }
 _LORA = {"rank": 4, "alpha": 8.0, "target_parameters": ["experts.*_proj"]}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -78,7 +80,13 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Nemotron-H": ({"model": {"architecture": "nemotron_h", "config": _MAMBA}}, ZERO[2]),
     "DeepSeek V3.2": ({"model": {"architecture": "deepseek_v32", "config": INDEXED | {"v_head_dim": 16}}}, ZERO[1]),
     "Qwen3 MoE, LoRA of experts": (
-        {"model": {"architecture": "qwen3_moe", "config": CONFIGS["qwen3_moe"] | {"mlp_only_layers": []}, "adapter": _LORA}},
+        {
+            "model": {
+                "architecture": "qwen3_moe",
+                "config": CONFIGS["qwen3_moe"] | {"mlp_only_layers": []},
+                "adapter": _LORA,
+            }
+        },
         {"parallel.zero_stage": 3},
     ),
 }
