@@ -62,7 +62,7 @@ ORDERS = 8
 
 
 def verify_rank(job: VerifyJob, folder: Path, device: torch.device, say: Say) -> None:
-    """Trains the reference if it does not exist; compares the next plans of this world size that have no verdict yet."""
+    """Trains the reference if it does not exist; compares the next plans of a world size that have no verdict yet."""
     batches = Batches(job.recipe, prepare(job.recipe), job.steps)
     if not reference_file(folder, PROBES[-1]).is_file():
         make_references(job.recipe, batches, folder, device, say)
