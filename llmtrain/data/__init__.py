@@ -4,7 +4,15 @@ Importing this package loads none of `torch`, `transformers` and `datasets`; eac
 """
 
 from llmtrain.data.images import Images
-from llmtrain.data.loader import BatchLoader, Completions, Documents, MicroBatch, StepBatch, with_max_steps
+from llmtrain.data.loader import (
+    BatchLoader,
+    Completions,
+    Documents,
+    EmbeddingNoise,
+    MicroBatch,
+    StepBatch,
+    with_max_steps,
+)
 from llmtrain.data.prepare import MAIN_SET, Prepared, PreparedSource, find_prepared, prepare, verify_prepared
 from llmtrain.data.progress import Progress
 from llmtrain.data.prompts import encode_prompts
@@ -18,6 +26,7 @@ __all__ = [
     "BatchLoader",
     "Completions",
     "Documents",
+    "EmbeddingNoise",
     "Images",
     "MicroBatch",
     "Prepared",

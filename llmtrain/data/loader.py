@@ -95,6 +95,17 @@ class Completions:
 
 
 @dataclass(frozen=True)
+class EmbeddingNoise:
+    """The noise of NEFTune for the rows of a micro-batch (`train.neftune_alpha`)."""
+
+    alpha: float
+    seeds: tuple[int, ...]
+    """Seed of each row: a function of the run's seed and of the number of its sample."""
+    length: int
+    """`data.sequence_length`."""
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward pass; each tensor is [micro_batch_size, T], int64."""
 
@@ -110,6 +121,8 @@ class MicroBatch:
     without columns."""
     images: Images | None = None
     """Set if the model reads images."""
+    noise: EmbeddingNoise | None = None
+    """Set if noise is added to the embeddings; only in training."""
 
     @cached_property
     def documents(self) -> Documents | None:
@@ -123,7 +136,7 @@ class MicroBatch:
         completions = self.completions and self.completions.to(device)
         values = None if self.values is None else self.values.to(device, non_blocking=True)
         images = self.images and self.images.to(device)
-        return MicroBatch(input_ids, position_ids, labels, completions, values, images)
+        return MicroBatch(input_ids, position_ids, labels, completions, values, images, self.noise)
 
 
 @dataclass(frozen=True)
@@ -190,11 +203,12 @@ class BatchLoader:
         ends_after: int = 0,
         shortens: bool = False,
         items: Items | None = None,
+        neftune_alpha: float = 0.0,
     ) -> None:
         """ends_after: number of sequences after which a batch has only those that are left, and the next batch starts
         over; 0: batches always continue from one epoch into the next.
         shortens: leave out the columns of a micro-batch after its last target, which no loss of a causal model reads.
-        items: counts what the loss is a mean over, if the data do not tell.
+        items: counts what the loss is a mean over, if the data do not tell. neftune_alpha: `train.neftune_alpha`.
 
         Raises DataError if a source has fewer sequences than one global batch takes from it."""
         self._prepared = prepared
@@ -206,6 +220,7 @@ class BatchLoader:
         self._size = dp_size
         self._shortens = shortens
         self._items = items or Items()
+        self._alpha = neftune_alpha
         self._end = ends_after
         self._mixture = Mixture([source.weight for source in prepared.sources])
         self._train = [source.train for source in prepared.sources]
@@ -225,6 +240,7 @@ class BatchLoader:
             ends_after=plan.recipe.train.sequences(prepared.train_sequences),
             shortens=plan.shortens_batches,
             items=Items(plan.recipe),
+            neftune_alpha=plan.recipe.train.neftune_alpha,
         )
 
     def sample_ids(self, cursor: int, samples: int) -> tuple[Index, Index]:
@@ -245,7 +261,8 @@ class BatchLoader:
         # The disk reads the counts of targets while this rank's rows are assembled.
         for number, view in enumerate(self._train):
             view.prefetch_counts(sequences[sources == number])
-        return self._step_batch(self._train, sources, sequences, self._steps, cursor)
+        batch = self._step_batch(self._train, sources, sequences, self._steps, cursor)
+        return replace(batch, micro_batches=self._with_noise(batch.micro_batches, cursor)) if self._alpha else batch
 
     def train_batches(self, cursor: int) -> Generator[StepBatch]:
         """Yields batches from sample `cursor` on, without end, prefetched in a thread; close it to stop."""
@@ -283,6 +300,17 @@ class BatchLoader:
             of_batch = sequences[start : start + size]
             batch = self._step_batch([view], np.zeros_like(of_batch), of_batch, 1, start)
             yield of_batch[rows_of(0, self._rank, self._size, self._micro)], batch
+
+    def _with_noise(self, micro_batches: list[MicroBatch], cursor: int) -> list[MicroBatch]:
+        """Adds the seeds of the noise to this rank's micro-batches of a step that begins with sample `cursor`."""
+        noisy = []
+        for step, batch in enumerate(micro_batches):
+            rows = rows_of(step, self._rank, self._size, self._micro)
+            # Below 2^63, and different for each sample of a run: a run has fewer than 2^40 samples.
+            seeds = ((self._seed % 2**23 << 40) + cursor + row for row in range(rows.start, rows.stop))
+            noise = EmbeddingNoise(self._alpha, tuple(seeds), self._prepared.sequence_length)
+            noisy.append(replace(batch, noise=noise))
+        return noisy
 
     def _train_batches(self, cursor: int) -> Iterator[StepBatch]:
         while True:

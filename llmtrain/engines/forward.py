@@ -43,6 +43,7 @@ from llmtrain.models.compiled import (
 )
 from llmtrain.models.documents import document_masks, keep_apart
 from llmtrain.models.head_loss import HeadLoss, check_head, head_loss
+from llmtrain.models.noise import noisy_embeddings
 from llmtrain.models.recompute.checkpoints import use_recomputation
 from llmtrain.models.recompute.tiles import check_tiles, use_tiles
 from llmtrain.models.tiny.classifier_check import check_classifier
@@ -187,7 +188,7 @@ def run_model(
     inputs: dict[str, Any] = {"position_ids": position_ids}
     if batch.images is not None:
         inputs |= batch.images.arguments(position_ids)
-    with document_masks(whole):
+    with document_masks(whole), noisy_embeddings(model, whole):
         output = call(
             input_ids=batch.input_ids.to(device, non_blocking=True),
             use_cache=False,

@@ -562,6 +562,9 @@ class TrainConfig(Part):
     """When the run ends before its last step. Default: never."""
     seed: NonNegativeInt = 1
     """Seed of the initial weights, dropout and the order of the samples."""
+    neftune_alpha: NonNegativeFloat = 0.0
+    """α of NEFTune (arXiv 2310.05914): in training, uniform noise of at most α / √(L · d) is added to the embeddings of
+    each document, L being its length and d the width. 0: none; the paper has 5 to 15."""
 
     def sequences(self, in_epoch: int) -> int:
         """Returns the number of sequences that `epochs` read, of data with `in_epoch` sequences; 0 without epochs."""

@@ -14,10 +14,11 @@ from transformers import AutoTokenizer
 from llmtrain import Custom
 from llmtrain.data import BatchLoader, Prepared, StepBatch, prepare
 from llmtrain.data.items import Items
+from llmtrain.data.loader import rows_of
 from llmtrain.errors import DataError, Exit
 from tests.helpers import own_losses
 from tests.helpers.batches import tiny_recipe
-from tests.helpers.small_corpora import MakeRecipe, make_texts, write_jsonl
+from tests.helpers.small_corpora import MakeRecipe, make_texts, whole_batches, write_jsonl
 
 
 @pytest.fixture
@@ -208,3 +209,20 @@ def test_a_corpus_shorter_than_a_batch_is_refused(make_recipe: MakeRecipe, tmp_p
         loader_of(prepared, micro=400)
     assert caught.value.exit_code == Exit.DATA == 3
     assert caught.value.problems[0].rule == "data.short"
+
+
+def test_the_noise_of_a_sample_has_the_same_seed_on_any_rank(prepared: Prepared) -> None:
+    sizes = {"seed": 3, "global_batch_size": 8, "neftune_alpha": 5.0}
+    alone = BatchLoader(prepared, **sizes, micro_batch_size=8, gradient_accumulation_steps=1, dp_rank=0, dp_size=1)
+    [whole] = alone.train_batch(16).micro_batches
+    seeds = [0] * 8
+    for rank in range(2):
+        part = BatchLoader(
+            prepared, **sizes, micro_batch_size=2, gradient_accumulation_steps=2, dp_rank=rank, dp_size=2
+        ).train_batch(16)
+        for step, micro in enumerate(part.micro_batches):
+            seeds[rows_of(step, rank, 2, 2)] = micro.noise.seeds
+    assert tuple(seeds) == whole.noise.seeds
+    assert len({*alone.train_batch(24).micro_batches[0].noise.seeds, *seeds}) == 16
+    assert next(iter(alone.eval_batches())).micro_batches[0].noise is None
+    assert whole_batches(prepared).train_batch(0).micro_batches[0].noise is None

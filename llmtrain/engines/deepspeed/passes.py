@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -22,6 +22,7 @@ from llmtrain.engines.deepspeed.delayed import Delayed, DelayedWeights
 from llmtrain.engines.forward import varlen_arguments
 from llmtrain.engines.optim import gradient_of
 from llmtrain.models.documents import document_masks
+from llmtrain.models.noise import noisy_embeddings
 from llmtrain.models.stages import RankStages, Stage
 from llmtrain.plan.schedules import KINDS, Pass, PassKind, PipelineSchedule
 
@@ -105,7 +106,8 @@ class PassRunner:
             received = tuple(part.requires_grad_(torch.is_grad_enabled()) for part in self._links.take(needed))
             inputs = stage.inputs(received, tokens, positions)
         arguments = varlen_arguments(stage.model, batch, self._device)
-        with document_masks(batch), self._computing():
+        noise = noisy_embeddings(stage.model, batch) if stage.is_first else nullcontext()
+        with document_masks(batch), noise, self._computing():
             if stage.is_last:
                 results = self._loss(stage, inputs, arguments, batch_slice)
             else:

@@ -93,6 +93,23 @@ def objective_hidden_states(draft: Draft) -> Iterator[Fault]:
     yield from fault_for(reasons, "objective.hidden_states", "hidden states are not available", fix)
 
 
+@rule("train.neftune", "read")
+def neftune(draft: Draft) -> Iterator[Fault]:
+    """Refuses noise on embeddings that ranks hold slices of, that threads compute, and for comparisons of completions,
+    whose reference has none."""
+    recipe, parallel = draft.recipe, draft.parallel
+    if not recipe.train.neftune_alpha:
+        return
+    reasons = {
+        "tensor parallel ranks may hold slices of the embeddings": parallel.tensor > 1,
+        "each rank has a slice of the sequences": parallel.sequence > 1,
+        "the threads of nn.DataParallel share the embedding": parallel.strategy == "data_parallel",
+        f"'{recipe.objective.name}' compares with log-probabilities that have no noise": recipe.objective.is_preference,
+    }
+    fix = assignment(train__neftune_alpha=0)
+    yield from fault_for(reasons, "train.neftune_alpha", "noise cannot be added", fix)
+
+
 @rule("objective.dropout", "read", refuses=False)
 def objective_dropout(draft: Draft) -> Iterator[Fault]:
     """Gives a note for dropout of the model's configuration, which is turned off (`training_configuration`). The

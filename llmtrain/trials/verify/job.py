@@ -230,6 +230,7 @@ def comparable(recipe: Recipe, steps: int) -> Recipe:
         "train.epochs": None,
         "optim.warmup_steps": min(recipe.optim.with_warmup_steps(steps).warmup_steps, steps // 4),
         "optim.warmup_ratio": 0.0,
+        "train.neftune_alpha": 0.0,
         "optim.decay_steps": min(recipe.optim.decay_steps, steps // 2),
         "guard.spike_sigma": 0.0,
     }
