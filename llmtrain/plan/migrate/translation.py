@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from llmtrain.errors import format_value
+from llmtrain.errors import RecipeError, format_value
+from llmtrain.plan.load.write import nested
+from llmtrain.plan.migrate.files import ForeignFile
+from llmtrain.recipe import Recipe, parse_recipe
 
-Kind = Literal["same", "different", "unsupported"]
+Kind = Literal["same", "different", "unsupported", "missing"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,10 @@ class Setting:
     """For a setting without a field: why, and what comes nearest."""
     harmless: str = ""
     """For a setting without a field that training does not depend on: why nothing has to be set."""
+    joint: str = ""
+    """How it is translated together with other settings. A table shows this; the program's module does it."""
+    older: bool = False
+    """Whether only earlier releases of the program have it."""
 
 
 @dataclass(frozen=True)
@@ -46,18 +53,40 @@ class Line:
     text: str
     """What differs or is missing, with the consequence; or a remark."""
 
+    @property
+    def given(self) -> str:
+        """The setting with its value, as the program has it; empty if no setting causes the line."""
+        return f"{self.key}: {format_value(self.value)}" if self.key and self.value is not None else self.key
+
+    @property
+    def became(self) -> str:
+        """What became of it."""
+        return ": ".join(part for part in (f"→ {self.field}" if self.field else "", self.text) if part)
+
     def __str__(self) -> str:
-        given = f"{self.key}: {format_value(self.value)}" if self.key else ""
-        became = f"{given} → {self.field}" if given and self.field else given or self.field
-        return ": ".join(part for part in (became, self.text) if part)
+        return " ".join(part for part in (f"{self.given}{'' if self.field else ':'}", self.became) if part.strip(":"))
 
 
 class Settings:
     """The settings of a file. What nobody takes is reported as unknown."""
 
-    def __init__(self, values: Mapping[str, Any], prefix: str = "") -> None:
-        """prefix: what stands before a key in a report, for example the name of the file."""
-        self._values, self._taken, self.prefix = dict(values), set[str](), prefix
+    def __init__(self, values: Mapping[str, Any], prefix: str = "", file: ForeignFile | None = None) -> None:
+        """prefix: what stands before a key in a report, for example the name of the file. file: where they are from."""
+        self._values, self._taken, self.prefix, self._file = dict(values), set[str](), prefix, file
+
+    @property
+    def stem(self) -> str:
+        """The name of the file without its suffix; empty if it is unknown."""
+        return self._file.path.stem if self._file else ""
+
+    def shown(self, key: str) -> str:
+        """Returns a key as a report shows it: with the prefix, and as the file writes it."""
+        written = self._file.written.get(key, key) if self._file else key
+        return self.prefix + written
+
+    def place(self, key: str) -> str:
+        """Returns the file, the line and the key for a message; the key alone if the file is unknown."""
+        return f"{self._file.place(key)}: {self.shown(key)}" if self._file else self.shown(key)
 
     def __contains__(self, key: str) -> bool:
         return self._find(key)[0]
@@ -102,24 +131,52 @@ class Translation:
     comments: dict[str, str] = field(default_factory=dict)
     """Dotted field → the setting or the reason that it comes from, written as a comment."""
     lines: list[Line] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    """Dotted field → file, line and setting that it comes from, for messages about its value."""
 
-    def set(self, name: str, value: Any, comment: str = "") -> None:
-        """Sets a field of the recipe. comment: where the value comes from."""
+    def set(self, name: str, value: Any, comment: str = "", place: str = "") -> None:
+        """Sets a field of the recipe. comment: where the value comes from. place: the same, as a file and a line."""
         self.fields[name] = value
         if comment:
             self.comments[name] = comment
+        if place:
+            self.places[name] = place
+
+    def check(self) -> Recipe:
+        """Returns the recipe. Raises RecipeError, which names the settings that have wrong values."""
+        try:
+            return parse_recipe(nested(self.fields))
+        except RecipeError as error:
+            raise RecipeError(
+                replace(problem, field=f"{self._place(problem.field)} ({self.program} → {problem.field})")
+                for problem in error.problems
+            ) from None
+
+    def _place(self, name: str) -> str:
+        """Returns where a field, or else the nearest enclosing one, comes from."""
+        while name and name not in self.places:
+            name = name.rpartition(".")[0]
+        return self.places.get(name, "recipe")
 
     def same(self, key: str, value: Any, name: str = "", text: str = "") -> None:
         """Notes a setting that was taken over. name: the field that has its value now."""
         self.lines.append(Line("same", key, value, name, text))
 
     def different(self, key: str, value: Any, text: str, name: str = "") -> None:
-        """Notes what behaves differently here, with the consequence. key: empty for what no setting causes."""
+        """Notes what behaves differently here, with the consequence, in place of a line that it was taken over.
+
+        key: empty for what no setting causes.
+        """
+        self.lines = [line for line in self.lines if not (key and line.kind == "same" and line.key == key)]
         self.lines.append(Line("different", key, value, name, text))
 
     def unsupported(self, key: str, value: Any, text: str) -> None:
         """Notes a setting that nothing here does, with what comes nearest."""
         self.lines.append(Line("unsupported", key, value, "", text))
+
+    def missing(self, name: str, text: str, value: Any = None) -> None:
+        """Notes what the settings do not say, and the user has to fill in. value: that of the field until then."""
+        self.lines.append(Line("missing", name, value, "", text))
 
     def of(self, kind: Kind) -> list[Line]:
         """Returns the lines of a kind."""
@@ -128,19 +185,21 @@ class Translation:
     def apply(self, settings: Settings, table: Iterable[Setting]) -> None:
         """Translates the settings that a table has. Others remain untaken."""
         for setting in table:
+            if setting.joint:
+                continue
             given = setting.key in settings
             value = settings.take(setting.key, setting.default)
             if value is not None:
-                self._apply(setting, value, settings.prefix, given)
+                self._apply(setting, value, settings, given)
 
     def report_untaken(self, settings: Settings) -> None:
         """Notes every setting that was not read."""
         for key, value in settings.untaken().items():
             if value is not None:
-                self.unsupported(settings.prefix + key, value, f"is not a setting of {self.program} that is known here")
+                self.unsupported(settings.shown(key), value, f"is not a setting of {self.program} that is known here")
 
-    def _apply(self, setting: Setting, value: Any, prefix: str, given: bool) -> None:
-        key = prefix + setting.key
+    def _apply(self, setting: Setting, value: Any, settings: Settings, given: bool) -> None:
+        key = settings.shown(setting.key)
         if setting.unsupported:
             self.unsupported(key, value, setting.unsupported)
         elif not setting.field:
@@ -151,7 +210,8 @@ class Translation:
             except ValueError as error:
                 self.unsupported(key, value, str(error))
                 return
-            self.set(setting.field, translated, key if given else f"{self.program}'s default for {key}")
+            comment = key if given else f"{self.program}'s default for {key}"
+            self.set(setting.field, translated, comment, settings.place(setting.key))
             if setting.different:
                 self.different(key, value, setting.different, setting.field)
             elif given:
