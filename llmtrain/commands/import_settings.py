@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +15,7 @@ from llmtrain.commands.options import JsonOption, errors_as_json
 from llmtrain.errors import Problem, RecipeError, reason
 
 if TYPE_CHECKING:
-    from llmtrain.plan.migrate.translation import Kind, Translation
+    from llmtrain.plan.migrate.translation import Kind, Line, Translation
 
 TITLES: dict[Kind, tuple[str, str]] = {
     "same": ("taken over", "green"),
@@ -98,6 +99,18 @@ def _write(path: Path, text: str) -> None:
         raise RecipeError(Problem("import.out", str(path), f"cannot be written: {reason(error)}")) from None
 
 
+def _joined(lines: list[Line]) -> Iterator[Line]:
+    """Yields lines, those without a field and with the same text as one."""
+    seen = set()
+    for line in lines:
+        alike = [other for other in lines if not line.field and not other.field and other.text == line.text]
+        if len(alike) < 2 or not line.key:
+            yield line
+        elif line.text not in seen:
+            seen.add(line.text)
+            yield replace(line, key=", ".join(other.given for other in alike), value=None)
+
+
 def _show(translation: Translation, out: Path | None) -> None:
     """Prints the lists: to standard error if the recipe is printed. Only a terminal gets columns."""
     import shlex
@@ -110,7 +123,7 @@ def _show(translation: Translation, out: Path | None) -> None:
 
     console = plain_console(stderr=out is None)
     for kind, (title, style) in TITLES.items():
-        lines = translation.of(kind)
+        lines = list(_joined(translation.of(kind)))
         if not lines:
             continue
         print_as_is(console, [f"{title} ({len(lines)})"], f"bold {style}")

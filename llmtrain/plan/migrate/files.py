@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.plan.load.yaml_file import CoreLoader
-from llmtrain.system.untrusted import UNREADABLE, file_fault, is_yaml, json_fault, read_text
+from llmtrain.plan.migrate.command_line import parse_command
+from llmtrain.plan.migrate.pickled import read_pickled
+from llmtrain.plan.migrate.script import parse_script
+from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, is_file, is_yaml, json_fault, read_text
 from llmtrain_lint.document import Unreadable
 from llmtrain_lint.reading import read_configuration
 from llmtrain_lint.yaml_text import YamlError, parse_yaml
@@ -48,28 +54,80 @@ class ForeignFile:
         return RecipeError(Problem(rule, f"{self.place(key)}: {key}", message, fix))
 
 
+class ForeignLoader(CoreLoader):
+    """Reads `yes`, `no`, `on` and `off` as YAML 1.1, which these programs use, and `2e-5` as the number that it means."""
+
+
+def _switch(loader: Any, node: yaml.Node) -> bool:
+    return str(node.value).lower() in ("true", "yes", "on")
+
+
+ForeignLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF)$"), list("yYnNoO")
+)
+ForeignLoader.add_constructor("tag:yaml.org,2002:bool", _switch)
+
+
 def read_foreign(path: Path) -> ForeignFile:
-    """Reads a file of settings: JSON, YAML or TOML. Raises RecipeError."""
+    """Reads a file of settings: JSON, YAML, TOML, a Python script, `training_args.bin`, or a command line.
+
+    Raises RecipeError.
+    """
     if is_yaml(path.name):
         return _from_yaml(path)
     if path.suffix == ".toml":
         return _from_toml(path)
-    return _from_json(path)
+    if path.suffix == ".py":
+        script = parse_script(path, _text(path))
+        return ForeignFile(
+            path=path,
+            values=script.values,
+            lines=script.lines,
+            written=script.written,
+            program=script.program,
+            computed=script.computed,
+        )
+    if path.suffix in (".bin", ".pt", ".pth"):
+        program, values = read_pickled(path)
+        return replace(_checked(path, values, {}), program=program)
+    text = _text(path)
+    if path.suffix == ".json" or text.lstrip()[:1] == "{":
+        return _from_json(path, text)
+    return _from_command(path, text)
+
+
+def _from_command(path: Path, text: str) -> ForeignFile:
+    """Reads a command line; its options come before what the files say that it names."""
+    command = parse_command(path, text)
+    values: dict[str, Any] = {}
+    for name in command.files:
+        found = next((one for one in (path.parent / expanded(name), expanded(name)) if is_file(one)), None)
+        if found is None:
+            raise RecipeError(Problem("import.file", str(path), f"names {name}, which is not here", "give its path"))
+        values |= read_foreign(found).values
+    return ForeignFile(
+        path=path,
+        values=values | command.options,
+        lines=command.lines,
+        written={name: f"--{name}" for name in command.options},
+        program=command.program,
+        launcher=command.launcher,
+    )
 
 
 def _from_yaml(path: Path) -> ForeignFile:
     try:
-        values, places = parse_yaml(_text(path), CoreLoader, dict)
+        values, places = parse_yaml(_text(path), ForeignLoader, dict)
     except YamlError as error:
         at = f":{error.line}:{error.column}" if error.line else ""
         raise RecipeError(Problem("import.yaml", f"{path}{at}", str(error))) from None
-    return _checked(path, values, {where: lines for where, lines in places.items()})
+    return _checked(path, values, places)
 
 
-def _from_json(path: Path) -> ForeignFile:
+def _from_json(path: Path, text: str) -> ForeignFile:
     """Also reads the comments that DeepSpeed accepts."""
     try:
-        read = read_configuration(_text(path))
+        read = read_configuration(text)
     except Unreadable as error:
         found = error.finding
         at = f":{found.line}:{found.column}" if found.line else ""

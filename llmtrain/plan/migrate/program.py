@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from llmtrain.plan.migrate.files import ForeignFile
+from llmtrain.plan.migrate.files import ForeignFile, read_foreign
 from llmtrain.plan.migrate.translation import Setting, Translation
-
+from llmtrain.system.untrusted import expanded, is_file
 
 PROCESSES = {"nproc_per_node": "nnodes", "num_gpus": "num_nodes", "num_processes": ""}
 """Option of a launcher for the number of processes → that for the number of machines, if each has so many."""
@@ -24,6 +25,29 @@ class Given:
     devices: int | None = None
     """The number of devices that the user named."""
 
+    def companion(
+        self, translation: Translation, program: str, named: Any, shown: str, by: ForeignFile | None = None
+    ) -> ForeignFile | None:
+        """Returns the settings of another program that a setting holds or names, or that were given beside.
+
+        A name counts from the folder of the file `by`, which has it, and then from the working directory. None, with a
+        line about what to do, if there is no such file.
+        """
+        own = by or self.file
+        if isinstance(named, Mapping):
+            prefix = f"{shown}."
+            lines = {key.removeprefix(prefix): line for key, line in own.lines.items() if key.startswith(prefix)}
+            return ForeignFile(path=own.path, values=named, lines=lines)
+        if program in self.beside:
+            return self.beside[program]
+        if not isinstance(named, str):
+            return None
+        for path in (own.path.parent / expanded(named), expanded(named)):
+            if is_file(path):
+                return read_foreign(path)
+        translation.missing(shown, "the file is not here: name it after this one to translate it, too", named)
+        return None
+
     def world_size(self, translation: Translation) -> int:
         """Returns the number of devices that the settings were written for, and notes where it comes from."""
         if self.devices is not None:
@@ -35,8 +59,10 @@ class Given:
         for file, values in origins:
             for name, machines in PROCESSES.items():
                 if count := _count(values.get(name)):
-                    translation.same(f"{file.path.name}: {name}", count)
-                    return count * (_count(values.get(machines)) or 1)
+                    several = _count(values.get(machines)) or 1
+                    text = f"on {several} machines" if several > 1 else "devices"
+                    translation.same(f"{file.path.name}: {name}", count, text=text)
+                    return count * several
         text = "1 device is assumed, since nothing says how many there were; the global batch follows from it"
         translation.missing("--devices", f"{text}. For another number, run this command again with --devices N")
         return 1
@@ -59,6 +85,8 @@ class Program:
     """Programs whose settings it has as well, so that it is chosen where they are recognised, too."""
     command: str = ""
     """Pattern of what starts it on a command line, or of the class of its arguments in a Python file."""
+    recognise: Callable[[ForeignFile], bool] | None = None
+    """Whether a file is for the program, where marks and command do not tell."""
     beside: bool = False
     """Whether a file of it may stand beside one of another program."""
 

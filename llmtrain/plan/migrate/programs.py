@@ -7,13 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.errors import Problem, RecipeError, abbreviate, did_you_mean
-from llmtrain.plan.migrate import trainer
+from llmtrain.plan.migrate import accelerate, deepspeed_json, trainer
 from llmtrain.plan.migrate.files import ForeignFile, read_foreign
 from llmtrain.plan.migrate.program import Given, Program
 from llmtrain.plan.migrate.translation import Translation
 
-PROGRAMS: dict[str, Program] = {program.name: program for program in (trainer.PROGRAM,)}
+PROGRAMS: dict[str, Program] = {
+    program.name: program for program in (trainer.PROGRAM, deepspeed_json.PROGRAM, accelerate.PROGRAM)
+}
 """The known programs by their names on the command line."""
+
+GENERATES = re.compile(
+    r"(?:GRPO|PPO|RLOO|OnlineDPO|GKD)Config$|trl (?:grpo|rloo|ppo)\b|(?:^|_)(?:grpo|ppo|rloo)(?:_\w+)?\.py$"
+)
+GENERATION = frozenset({"num_generations", "reward_funcs", "vllm_mode", "num_ppo_epochs", "max_new_tokens"})
+"""What starts, or configures, training on generated texts."""
 
 
 def translate(paths: Sequence[Path], devices: int | None = None, program: str | None = None) -> Translation:
@@ -36,11 +44,22 @@ def translate(paths: Sequence[Path], devices: int | None = None, program: str | 
     beside = {one.name: file for number, (one, file) in enumerate(zip(chosen, files, strict=True)) if number != own[0]}
     if len(beside) < len(files) - 1:
         raise RecipeError(Problem("import.two", "FILE…", f"two files are for {chosen[-1].title}", "give one of them"))
-    return chosen[own[0]].translate(Given(file=files[own[0]], beside=beside, devices=devices))
+    file = files[own[0]]
+    translation = chosen[own[0]].translate(Given(file=file, beside=beside, devices=devices))
+    for key, expression in file.computed.items():
+        written = file.written.get(key, key)
+        translation.missing(written, f"the script computes it ({expression}): set what it stands for")
+        for name, place in translation.places.items():
+            if place.endswith(f": {written}"):
+                translation.comments[name] = f"FILL IN: the script computes {written} ({expression})"
+    return translation
 
 
 def recognised(file: ForeignFile) -> Program:
     """Returns the program that a file is for. Raises RecipeError if it is none, or several."""
+    if GENERATES.search(file.program) or not GENERATION.isdisjoint(file.values):
+        message = "trains on texts that the model generates (GRPO, PPO, RLOO, …), which is not supported"
+        raise RecipeError(Problem("import.program", str(file.path), message, "DPO, KTO and ORPO train on given texts"))
     found = [program for program in PROGRAMS.values() if _fits(program, file)]
     included = {name for program in found for name in program.includes}
     left = [program for program in found if program.name not in included]
@@ -58,6 +77,8 @@ def recognised(file: ForeignFile) -> Program:
 
 def _fits(program: Program, file: ForeignFile) -> bool:
     """Whether a file is for a program: by what a command line starts, else by its settings."""
+    if program.recognise:
+        return program.recognise(file)
     if program.command and file.program and re.search(program.command, file.program):
         return True
     return not program.marks.isdisjoint(file.values)

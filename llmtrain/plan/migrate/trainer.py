@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from llmtrain.plan.migrate.accelerate import apply_accelerate, apply_degrees, apply_fsdp, mixed
+from llmtrain.plan.migrate.completion import complete, name_run
+from llmtrain.plan.migrate.deepspeed_json import apply_deepspeed
 from llmtrain.plan.migrate.model_arguments import ADAPTER, MODEL, apply_model
 from llmtrain.plan.migrate.program import Given, Program
 from llmtrain.plan.migrate.translation import Setting, Settings, Translation
@@ -16,8 +19,6 @@ DDP = "the engine chooses it; the result does not depend on it"
 SHOWS = "only what is shown depends on it"
 PUSH = "`llmtrain export RUN OUT --push OWNER/NAME` uploads a finished run"
 OWN_SCHEDULE = "no schedule here has this form: name a function of yours in optim.schedule"
-ROW_LENGTH = 2048
-"""Placeholder for the sequence length."""
 
 OPTIMIZERS: dict[str, str] = {
     **dict.fromkeys(
@@ -323,7 +324,8 @@ def translate(given: Given) -> Translation:
     apply_arguments(translation, settings, given, dtype=dtype)
     _evaluation_data(translation, rows)
     name_run(translation, settings, "run_name", "output_dir")
-    complete(translation, settings)
+    translation.report_untaken(settings)
+    complete(translation)
     return translation
 
 
@@ -532,6 +534,7 @@ class _Arguments:
             if key in self.settings and value is not None:
                 self.to.same(self.settings.shown(key), value, text="nothing is recomputed")
         self._kernels()
+        self._strategy()
         for key in ("accelerator_config", "split_batches"):
             value = self.take(key)
             if value is None:
@@ -542,6 +545,56 @@ class _Arguments:
                 self.to.unsupported(self.settings.shown(key), value, text)
             else:
                 self.to.same(self.settings.shown(key), value, text="each device has rows of its own")
+
+    def _strategy(self) -> None:
+        """DeepSpeed, FSDP, the degrees, and what a configuration of Accelerate beside the arguments says of them."""
+        if named := self.take("deepspeed"):
+            shown = self.settings.shown("deepspeed")
+            self.to.same(shown, named if isinstance(named, str) else "{…}", "parallel.zero_stage")
+            if configuration := self.given.companion(self.to, "deepspeed", named, shown):
+                apply_deepspeed(self.to, configuration, self.given)
+        elif (configuration := self.given.beside.get("deepspeed")) and "accelerate" not in self.given.beside:
+            apply_deepspeed(self.to, configuration, self.given)
+        self._fsdp()
+        apply_degrees(self.to, self.take("parallelism_config"), self.settings.shown("parallelism_config"))
+        launched = self.given.file.launcher.get("config_file")
+        if file := self.given.companion(self.to, "accelerate", launched, "--config_file"):
+            apply_accelerate(self.to, file, self.given)
+        self._replicas()
+
+    def _replicas(self) -> None:
+        """Counts devices that share the same rows once."""
+        fields = self.to.fields
+        shared = math.prod(
+            degree
+            for name in ("parallel.tensor", "parallel.sequence")
+            if isinstance(degree := fields.get(name, 1), int) and degree > 1
+        )
+        total = fields.get("batch.global_batch_size")
+        if shared > 1 and isinstance(total, int) and total % shared == 0:
+            comment = f"{self.to.comments['batch.global_batch_size']}, of which {shared} read the same rows"
+            self.to.set("batch.global_batch_size", total // shared, comment)
+
+    def _fsdp(self) -> None:
+        kind, block = self.take("fsdp"), self.take("fsdp_config")
+        shown = self.settings.shown("fsdp_config")
+        if isinstance(block, str) and kind:
+            file = self.given.companion(self.to, "fsdp", block, shown)
+            block = file.values if file else {}
+        words = str(kind or "").replace("[", " ").replace("]", " ").replace(",", " ").replace("'", " ").split()
+        if not words or words == ["False"]:
+            self.note("fsdp", unless=(None, "", False, []))
+            self.note("fsdp_config", harmless="has no effect without fsdp")
+            return
+        self.to.same(self.settings.shown("fsdp"), kind, "parallel.accelerate")
+        values = {key.removeprefix("fsdp_"): value for key, value in (block or {}).items()}
+        names = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+        for word in words:
+            if word in names:
+                values.setdefault("sharding_strategy", word)
+            elif word == "offload":
+                values.setdefault("offload_params", True)
+        apply_fsdp(self.to, Settings(values, f"{shown}."))
 
     def _kernels(self) -> None:
         compiled = self.take("torch_compile")
@@ -559,29 +612,38 @@ class _Arguments:
     def _precision(self) -> None:
         bf16, fp16 = self.take("bf16"), self.take("fp16")
         loaded = {"bfloat16": "bf16", "float16": "fp16", "bf16": "bf16", "fp16": "fp16"}.get(self.dtype, "")
-        key = "bf16" if bf16 else "fp16"
-        field = "parallel.precision"
+        key, field = ("bf16" if bf16 else "fp16"), "parallel.precision"
         for name in ("bf16", "fp16"):
-            self.note(name, unless=(None, False, True)) if not self.take(name) else None
+            if not self.take(name):
+                self.note(name, unless=(False,))
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            self.note(name, different="evaluations have the precision of the run")
         if self.dtype:
-            self.to.same("dtype", self.dtype, field, "the data type in which weights are loaded")
+            self.to.same("dtype", self.dtype, text="the data type in which weights are loaded")
         if not (bf16 or fp16):
-            if loaded:
-                text = "pure 16-bit weights lose small updates; here fp32 master weights are kept beside them"
+            if loaded and field not in self.to.fields:
+                text = "weights of 16 bits alone lose small updates; here fp32 master weights are kept beside them"
                 self.to.set(field, loaded, f"weights in {self.dtype}")
                 self.to.different("dtype", self.dtype, text, field)
             return
-        precision = "bf16" if bf16 else "fp16"
-        if self.to.fields.get("parallel.backend", "") != "accelerate" and "parallel.zero_stage" in self.to.fields:
-            self.set(field, precision, key, "with DeepSpeed: 16-bit weights, and fp32 master weights")
+        half = "bf16" if bf16 else "fp16"
+        chosen = mixed(self.to, half)
+        if chosen == half:
+            self.set(field, half, key, "16-bit weights, and fp32 master weights")
+            self._no_loss_scale(half)
         elif loaded:
             self.set(field, loaded, key)
             text = "the Trainer updates 16-bit weights themselves; here fp32 master weights are kept beside them"
             self.to.different(self.settings.shown(key), True, text, field)
         else:
-            self.set(field, f"autocast_{precision}", key, "fp32 weights, products in 16 bits")
-        for name in ("bf16_full_eval", "fp16_full_eval"):
-            self.note(name, different="evaluations have the precision of the run")
+            self.set(field, chosen, key, "fp32 weights, products in 16 bits")
+
+    def _no_loss_scale(self, half: str) -> None:
+        if half == "fp16" and self.to.fields.get("parallel.accelerate") == "fsdp2":
+            for name in ("parallel.backend", "parallel.accelerate"):
+                self.to.fields.pop(name)
+            text = "FSDP2 with fp16 is not supported: DeepSpeed's ZeRO shards in its place"
+            self.to.different(self.settings.shown("fp16"), True, text, "parallel.zero_stage")
 
     def _interval(self, strategy: Any, key: str, steps: Any, field: str) -> int | None:
         """Returns the steps of an interval; None, with a line about what to fill in, if they are not known yet."""
@@ -641,12 +703,12 @@ class _Arguments:
         self.note(
             "save_only_model", different="checkpoints have the optimizer's state, so that runs continue: more disk"
         )
+        pushed = self.take("push_to_hub")
         for row in CHECKPOINTS:
-            if row.joint == PUSH:
-                shown_value = "…" if "token" in row.key else None
-                value = self.take(row.key)
-                if value not in (None, False) and row.key in self.settings:
-                    self.to.unsupported(self.settings.shown(row.key), shown_value or value, PUSH)
+            value = self.take(row.key) if row.joint == PUSH else None
+            if value is not None and row.key in self.settings:
+                note = self.to.unsupported if pushed else self.to.same
+                note(self.settings.shown(row.key), "…" if "token" in row.key else value, text=PUSH)
 
     def _best_metric(self) -> None:
         metric = self.take("metric_for_best_model", "loss")
@@ -674,6 +736,9 @@ class _Arguments:
             self.note("logging_steps", harmless="logging_strategy decides")
         self.note("logging_nan_inf_filter", unless=(None, True, False))
         self._trackers()
+        order = "rows are read in a random order, and data.packing=best_fit saves the padding"
+        self.note("train_sampling_strategy", unless=("random",), unsupported=order)
+        self.note("group_by_length", unless=(False,), unsupported=order)
         for name in ("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"):
             self.note(
                 name,
@@ -745,53 +810,6 @@ def _evaluation_data(translation: Translation, named: bool) -> None:
         translation.set("data.eval_fraction", 0.01, "FILL IN: the share of the rows to evaluate on")
     else:
         translation.set("data.eval_fraction", 0.0, "nothing is evaluated, so every row is trained on")
-
-
-def name_run(translation: Translation, settings: Settings, *keys: str) -> None:
-    """Names the run after the first of these settings, which are names or folders, else after the file."""
-    named = ""
-    for key in keys:
-        value = settings.take(key)
-        if not isinstance(value, str):
-            continue
-        name = recipe_name(value.rstrip("/").rpartition("/")[2])
-        if not named:
-            named = name
-            translation.set("name", name, settings.shown(key), settings.place(key))
-        translation.same(settings.shown(key), value, "name" if named == name else "", f"the folder is runs/{named}")
-    if not named:
-        translation.set("name", recipe_name(settings.stem))
-
-
-def complete(translation: Translation, settings: Settings) -> None:
-    """Fills in what a recipe needs and the settings do not say, with a line for each. They were all read before."""
-    translation.report_untaken(settings)
-    fields = translation.fields
-    if not any(origin in fields for origin in ("model.pretrained", "model.architecture", "model.build")):
-        translation.set("model.pretrained", "FILL-IN", "FILL IN: folder or hub name of the weights")
-        translation.missing("model.pretrained", "the settings do not name the model: its folder or its name on the hub")
-    if "data.tokenizer" not in fields:
-        translation.set("data.tokenizer", fields.get("model.pretrained", "FILL-IN"), "that of the model")
-    if "data.sources" not in fields:
-        translation.set("data.sources", [{"name": "FILL-IN"}], "FILL IN: a file, a folder or a hub dataset")
-        translation.missing("data.sources", "the settings do not name the data: a file, a folder or a hub dataset")
-    if "data.sequence_length" not in fields:
-        translation.set("data.sequence_length", ROW_LENGTH, "FILL IN: the most tokens of a sequence")
-        translation.missing(
-            "data.sequence_length", "the settings do not say how long a sequence is, in tokens", ROW_LENGTH
-        )
-    if "data.packing" not in fields:
-        translation.set("data.packing", "none", "one row per sequence")
-    translation.different(
-        "",
-        None,
-        "rows are read in another order: losses of single steps differ, and those of a run agree on average",
-    )
-
-
-def recipe_name(text: str) -> str:
-    """Returns a name of a recipe that is like a text."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "run"
 
 
 PROGRAM = Program(

@@ -64,7 +64,8 @@ class Line:
         return ": ".join(part for part in (f"→ {self.field}" if self.field else "", self.text) if part)
 
     def __str__(self) -> str:
-        return " ".join(part for part in (f"{self.given}{'' if self.field else ':'}", self.became) if part.strip(":"))
+        joint = " " if self.field else ": "
+        return joint.join(part for part in (self.given, self.became) if part)
 
 
 class Settings:
@@ -97,8 +98,16 @@ class Settings:
         self._taken.add(key)
         return value if found and value is not None else default
 
+    def rest(self, key: str) -> Any:
+        """Returns and takes the value of a dotted key: of a mapping that was read in part, the keys that were not."""
+        found, value = self._find(key)
+        if isinstance(value, Mapping) and any(taken.startswith(f"{key}.") for taken in self._taken):
+            value = {name.removeprefix(f"{key}."): item for name, item in self._untaken(value, f"{key}.")}
+        self._taken.add(key)
+        return value if found else None
+
     def untaken(self) -> dict[str, Any]:
-        """Returns the settings that were not read, by dotted key; those of mappings that were read in part one by one."""
+        """Returns the settings that were not read, by dotted key; of mappings that were read in part, the rest."""
         return dict(self._untaken(self._values, ""))
 
     def _find(self, key: str) -> tuple[bool, Any]:
@@ -176,7 +185,8 @@ class Translation:
 
     def missing(self, name: str, text: str, value: Any = None) -> None:
         """Notes what the settings do not say, and the user has to fill in. value: that of the field until then."""
-        self.lines.append(Line("missing", name, value, "", text))
+        if not any(line.kind == "missing" and line.key == name for line in self.lines):
+            self.lines.append(Line("missing", name, value, "", text))
 
     def of(self, kind: Kind) -> list[Line]:
         """Returns the lines of a kind."""
@@ -188,19 +198,22 @@ class Translation:
             if setting.joint:
                 continue
             given = setting.key in settings
-            value = settings.take(setting.key, setting.default)
-            if value is not None:
+            value = settings.take(setting.key, setting.default) if setting.field else settings.rest(setting.key)
+            if value is not None and value != {}:
                 self._apply(setting, value, settings, given)
 
-    def report_untaken(self, settings: Settings) -> None:
-        """Notes every setting that was not read."""
+    def report_untaken(self, settings: Settings, program: str = "") -> None:
+        """Notes every setting that was not read. program: whose they are; by default the translated one."""
+        text = f"is no setting of {program or self.program} that is known here"
         for key, value in settings.untaken().items():
             if value is not None:
-                self.unsupported(settings.shown(key), value, f"is not a setting of {self.program} that is known here")
+                self.unsupported(settings.shown(key), value, text)
 
     def _apply(self, setting: Setting, value: Any, settings: Settings, given: bool) -> None:
         key = settings.shown(setting.key)
-        if setting.unsupported:
+        if setting.unsupported and not value:
+            self.same(key, value, text="off")
+        elif setting.unsupported:
             self.unsupported(key, value, setting.unsupported)
         elif not setting.field:
             self.same(key, value, text=setting.harmless)
