@@ -107,7 +107,7 @@ class Settings:
         return value if found else None
 
     def untaken(self) -> dict[str, Any]:
-        """Returns the settings that were not read, by dotted key; of mappings that were read in part, the rest."""
+        """Returns the settings that were not read, by dotted key; those of mappings read in part one by one."""
         return dict(self._untaken(self._values, ""))
 
     def _find(self, key: str) -> tuple[bool, Any]:
