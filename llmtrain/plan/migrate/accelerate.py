@@ -166,7 +166,9 @@ def apply_accelerate(translation: Translation, file: ForeignFile, given: Given) 
     settings = Settings(file.values, prefix, file)
     kind = str(settings.take("distributed_type", "NO")).upper()
     shown = settings.shown("distributed_type")
-    settings.take("num_processes")  # the world size, which the batch notes
+    if file is given.file and (count := settings.take("num_processes")) is not None:
+        translation.same("num_processes", count, "batch.global_batch_size")
+    settings.take("num_processes")  # beside arguments, the batch notes it
     _deepspeed(translation, settings, file, given, kind)
     if kind == "FSDP":
         block = settings.take("fsdp_config", {})

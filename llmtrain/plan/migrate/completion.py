@@ -45,8 +45,18 @@ def complete(translation: Translation) -> None:
         translation.missing("data.sequence_length", text, ROW_LENGTH)
     if "data.packing" not in fields:
         translation.set("data.packing", "none", "one row per sequence")
+    _shard(translation)
     text = "rows are read in another order: losses of single steps differ, and those of a run agree on average"
     translation.different("", None, text)
+
+
+def _shard(translation: Translation) -> None:
+    """Shards the optimizer's states beside 16-bit weights, which DeepSpeed does not train without."""
+    fields, stage = translation.fields, "parallel.zero_stage"
+    half = fields.get("parallel.precision") in ("bf16", "fp16")
+    if half and not fields.get(stage) and fields.get("parallel.backend", "deepspeed") == "deepspeed":
+        translation.set(stage, 1, "16-bit weights with fp32 master weights need ZeRO 1; the results are the same")
+        translation.different("", None, "the optimizer's states are sharded (ZeRO 1), with the same results", stage)
 
 
 def recipe_name(text: str) -> str:

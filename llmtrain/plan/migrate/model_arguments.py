@@ -93,6 +93,8 @@ def apply_model(translation: Translation, settings: Settings, adapter_defaults: 
             translation.same(settings.shown(key), tokenizer, "data.tokenizer")
     for key in ("torch_dtype", "dtype"):
         if dtype := settings.take(key):
+            text = "the data type in which weights are loaded"
+            translation.same(settings.shown(key), dtype, "parallel.precision", text)
             return str(dtype).removeprefix("torch.")
     return ""
 
@@ -126,10 +128,13 @@ def _adapter(translation: Translation, settings: Settings, trl_defaults: bool) -
             continue
         translation.set(f"model.adapter.{field}", _listed(value, field), comment, settings.place(key))
     _targets(translation, names["lora_target_modules"], given["lora_target_modules"])
-    if given["lora_bias"] not in (None, "none"):
-        translation.unsupported(names["lora_bias"], given["lora_bias"], "biases are not trained beside an adapter")
-    if given["lora_init"] not in (None, True):
-        translation.unsupported(names["lora_init"], given["lora_init"], "A is drawn and B is 0")
+    for key, neutral, text in (
+        ("lora_bias", "none", "biases are not trained beside an adapter"),
+        ("lora_init", True, "A is drawn, and B is 0"),
+    ):
+        if given[key] is not None:
+            note = translation.same if given[key] == neutral else translation.unsupported
+            note(names[key], given[key], text=text)
     _quantized(translation, given, names)
 
 
@@ -160,7 +165,11 @@ def _quantized(translation: Translation, given: dict[str, Any], names: dict[str,
         translation.different(
             names["bnb_4bit_quant_type"], kind, "values are NF4, whose errors are smaller", "model.quantize"
         )
-    if not given["use_bnb_nested_quant"]:
+    elif kind:
+        translation.same(names["bnb_4bit_quant_type"], kind, "model.quantize")
+    if given["use_bnb_nested_quant"]:
+        translation.same(names["use_bnb_nested_quant"], True, "model.quantize")
+    else:
         text = "the scales are quantized, too: 0.4 bits less for each weight, and slightly other values"
         translation.different(names["use_bnb_nested_quant"], False, text, "model.quantize")
     if given["bnb_4bit_compute_dtype"] is not None:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.errors import Problem, RecipeError, abbreviate, did_you_mean
-from llmtrain.plan.migrate import accelerate, deepspeed_json, trainer
+from llmtrain.plan.migrate import accelerate, deepspeed_json, trainer, trl
 from llmtrain.plan.migrate.files import ForeignFile, read_foreign
 from llmtrain.plan.migrate.program import Given, Program
 from llmtrain.plan.migrate.translation import Translation
 
 PROGRAMS: dict[str, Program] = {
-    program.name: program for program in (trainer.PROGRAM, deepspeed_json.PROGRAM, accelerate.PROGRAM)
+    program.name: program for program in (trainer.PROGRAM, *trl.PROGRAMS, deepspeed_json.PROGRAM, accelerate.PROGRAM)
 }
 """The known programs by their names on the command line."""
 

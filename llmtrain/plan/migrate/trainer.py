@@ -14,6 +14,8 @@ from llmtrain.plan.migrate.model_arguments import ADAPTER, MODEL, apply_model
 from llmtrain.plan.migrate.program import Given, Program
 from llmtrain.plan.migrate.translation import Setting, Settings, Translation
 
+PLACEHOLDER_STEPS = 100
+"""Steps between evaluations where they follow from the data."""
 LOADING = "workers of its own read and collate; how many does not change what is trained on"
 DDP = "the engine chooses it; the result does not depend on it"
 SHOWS = "only what is shown depends on it"
@@ -602,11 +604,15 @@ class _Arguments:
         if compiled or backend or mode:
             key = "torch_compile" if compiled else "torch_compile_backend" if backend else "torch_compile_mode"
             self.set("kernels.blocks", "compiled", key, "each layer is compiled on its own")
+        else:
+            self.note("torch_compile", unless=(False,))
         self.note("torch_compile_backend", unless=(None, "inductor"), unsupported="inductor compiles")
         self.note("torch_compile_mode", unless=(None, "default"), unsupported="inductor's default mode is used")
         if self.take("use_liger_kernel"):
             self.set("kernels.blocks", "liger", "use_liger_kernel")
             self.to.set("kernels.loss", "liger", "use_liger_kernel")
+        else:
+            self.note("use_liger_kernel", unless=(False,))
         self.note("liger_kernel_config", unless=(None,), unsupported="set kernels.blocks and kernels.loss")
 
     def _precision(self) -> None:
@@ -618,13 +624,12 @@ class _Arguments:
                 self.note(name, unless=(False,))
         for name in ("bf16_full_eval", "fp16_full_eval"):
             self.note(name, different="evaluations have the precision of the run")
-        if self.dtype:
-            self.to.same("dtype", self.dtype, text="the data type in which weights are loaded")
         if not (bf16 or fp16):
             if loaded and field not in self.to.fields:
                 text = "weights of 16 bits alone lose small updates; here fp32 master weights are kept beside them"
                 self.to.set(field, loaded, f"weights in {self.dtype}")
-                self.to.different("dtype", self.dtype, text, field)
+                named = "torch_dtype" if "torch_dtype" in self.settings else "dtype"
+                self.to.different(self.settings.shown(named), self.dtype, text, field)
             return
         half = "bf16" if bf16 else "fp16"
         chosen = mixed(self.to, half)
@@ -670,7 +675,11 @@ class _Arguments:
                 self.note(name, unless=(None, False, "no"), different="without eval_strategy, nothing is evaluated")
             return
         every = self._interval(strategy, "eval_steps", steps, "evaluation.every_steps")
-        if every is not None:
+        if every is None:
+            self.to.set(
+                "evaluation.every_steps", PLACEHOLDER_STEPS, "FILL IN: the steps of an epoch, or a share of all"
+            )
+        else:
             self.set("evaluation.every_steps", every, "eval_steps" if "eval_steps" in self.settings else key)
         if key in self.settings and ("eval_steps" in self.settings or every is None):
             self.to.same(self.settings.shown(key), strategy, "evaluation.every_steps")
@@ -686,7 +695,6 @@ class _Arguments:
             )
             self.note("save_steps", harmless="save_strategy is no")
         elif strategy == "best":
-            self.to.set("checkpoint.keep_best", 1, "save_strategy")
             self.note("save_strategy", different="set checkpoint.every_steps to evaluation.every_steps")
         else:
             every = self._interval(strategy, "save_steps", steps, field)
@@ -695,7 +703,11 @@ class _Arguments:
             if "save_strategy" in self.settings:
                 self.to.same(self.settings.shown("save_strategy"), strategy, field)
         if self.take("load_best_model_at_end"):
-            self.set("checkpoint.keep_best", 1, "load_best_model_at_end", "`llmtrain export RUN OUT --best` writes it")
+            best = "`llmtrain export RUN OUT --best` writes it"
+            if "checkpoint.keep_last" in self.to.fields:
+                self.set("checkpoint.keep_best", 1, "load_best_model_at_end", best)
+            else:
+                self.note("load_best_model_at_end", harmless=f"all checkpoints are kept; {best}")
             self._best_metric()
         else:
             for name in ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"):

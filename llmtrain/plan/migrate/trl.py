@@ -16,7 +16,7 @@ from llmtrain.plan.migrate.trainer import apply_arguments
 from llmtrain.plan.migrate.translation import Setting, Settings, Translation
 
 METHODS = ("sft", "dpo", "kto", "orpo", "reward")
-PREFERENCES = ("dpo", "kto", "orpo", "reward")
+PAIRS = ("dpo", "orpo", "reward")
 PADDED = "sequences are padded as their kernels need"
 TEMPLATE = "a file with a template, or `chatml`"
 NO_GENERATION = "texts are not generated while a run evaluates; samples.prompts are continued"
@@ -176,12 +176,14 @@ MARKS = {
 """Settings that only one of the trainers has."""
 COMMON = frozenset(
     {
-        *("beta", "loss_type", "max_length", "max_seq_length", "max_prompt_length", "dataset_mixer", "dataset_mixture"),
-        *("precompute_ref_log_probs", "use_peft", "dataset_num_proc", "chat_template_path", "model_init_kwargs"),
+        *("beta", "loss_type", "max_prompt_length", "dataset_mixer", "dataset_mixture"),
+        *("precompute_ref_log_probs", "dataset_num_proc", "chat_template_path", "model_init_kwargs"),
         *("dataset_train_split", "dataset_test_split"),
     }
 )
 """Settings that TRL's trainers share, and `TrainingArguments` lacks."""
+
+DATA = frozenset({"dataset_name", "datasets"})
 
 
 def method_of(file: ForeignFile) -> str:
@@ -191,28 +193,31 @@ def method_of(file: ForeignFile) -> str:
             rf"\btrl {method}\b|(?:^|_){method}(?:_\w+)?\.py$", file.program
         ):
             return method
+    if file.program and re.search(TRAINER.command, file.program):
+        return ""
     keys = set(file.values)
     marked = [method for method in METHODS if keys & set(MARKS[method])]
-    if not (marked or keys & COMMON) or not (keys & TRAINER.marks or "learning_rate" in keys):
-        return ""
-    if len(marked) == 1:
-        return marked[0]
-    words = re.split(r"[^a-z]+", "/".join(file.path.absolute().parts[-3:]).lower())
+    words = re.split(r"[^a-z]+", "/".join(file.path.absolute().parts[-2:]).lower())
     named = [method for method in METHODS if method in words]
-    return named[0] if len(named) == 1 else "?"
+    if not keys & (TRAINER.marks | {"learning_rate"}) or not (marked or keys & COMMON or (named and keys & DATA)):
+        return ""
+    found = marked if len(marked) == 1 else named
+    return found[0] if len(found) == 1 else "?"
 
 
 def translate(given: Given, method: str) -> Translation:
     """Translates the arguments of a trainer. method: one of `METHODS`."""
     translation = Translation(TITLES[method])
     settings = _with_model_arguments(given.file)
-    dtype = apply_model(translation, settings)
+    dtype = apply_model(translation, settings, adapter_defaults=given.file.path.suffix != ".py")
     own = {**SHARED_DEFAULTS, **DEFAULTS[method]}
     if settings.take("fp16"):
         own.pop("bf16")
     evaluated = _rows(translation, settings, method)
     _lengths(translation, settings, method)
     apply_arguments(translation, settings, given, dtype=dtype, defaults=own)
+    if method in PAIRS:
+        translation.set("data.packing", "best_fit", "the completions of a pair are in one sequence")
     for table in (ROWS, OF_METHOD[method], *((OF_PREFERENCES,) if method != "sft" else ())):
         translation.apply(settings, table)
     _Method(translation, settings).translate(method)
@@ -358,9 +363,8 @@ def _lengths(translation: Translation, settings: Settings, method: str) -> None:
         translation.missing("data.sequence_length", f"{key} is null, so rows have any length there: say the longest")
         return
     shown, field = settings.shown(key), "data.sequence_length"
-    pairs = method in ("dpo", "orpo", "reward")
     comment = shown if key in settings else f"TRL's default for {shown}"
-    if pairs and isinstance(length, int):
+    if method in PAIRS and isinstance(length, int):
         translation.set(field, 2 * length, f"2 × {comment}: both completions of a pair", settings.place(key))
     else:
         translation.set(field, length, comment, settings.place(key))
@@ -561,9 +565,7 @@ class _Method:
 
 def _evaluation(translation: Translation, sources: list[dict[str, Any]]) -> None:
     fields = translation.fields
-    evaluates = bool(fields.get("evaluation.every_steps")) or any(
-        line.kind == "missing" and line.key == "evaluation.every_steps" for line in translation.lines
-    )
+    evaluates = bool(fields.get("evaluation.every_steps"))
     if "data.eval_fraction" in fields:
         return
     if evaluates and sources:
@@ -583,7 +585,7 @@ def _notes(translation: Translation, method: str) -> None:
     elif method == "kto":
         text = "the divergence is estimated once for the global batch, in TRL for each micro-batch"
         translation.different("", None, text, "objective.name")
-    elif method in ("dpo", "orpo", "reward"):
+    elif method in PAIRS:
         text = (
             "counts sequences, and each has as many pairs as fit: `llmtrain data RECIPE` prints how many, "
             "by which to divide it for as many pairs per step as in TRL"
