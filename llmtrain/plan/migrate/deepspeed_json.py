@@ -65,6 +65,10 @@ BATCH = (
         field="parallel.grad_accum_dtype",
         values=DTYPES,
     ),
+    Setting(key="data_types.param_dtype", unsupported="parallel.precision says in what weights are stored"),
+    Setting(key="data_types.buffer_dtype", unsupported="buffers keep the data types of the model"),
+    Setting(key="managed_gradient_accumulation", harmless="the engine accumulates"),
+    Setting(key="data_parallel_size", harmless="the devices that are left are data parallel"),
     Setting(key="data_types.keep_in_fp32_modules", unsupported="all weights have one data type"),
 )
 OPTIMIZER = (
@@ -83,6 +87,8 @@ OPTIMIZER = (
     Setting(key="optimizer.params.torch_adam", harmless="torch's kernels are used"),
     Setting(key="optimizer.params.fused", harmless="torch's fused kernels are used"),
     Setting(key="optimizer.params.bias_correction", joint="always on"),
+    Setting(key="optimizer.params", unsupported="arguments of the optimizer are optim.options"),
+    Setting(key="scheduler.params", unsupported="name a function of yours in optim.schedule"),
     Setting(key="optimizer.legacy_fusion", harmless="torch's fused kernels are used"),
     Setting(
         key="scheduler.type",
@@ -102,6 +108,7 @@ OPTIMIZER = (
 )
 PRECISION = (
     Setting(key="bf16.enabled", field="parallel.precision", joint="bf16, with fp32 master weights"),
+    Setting(key="bfloat16", field="parallel.precision", joint="the older name of bf16", older=True),
     Setting(key="bf16.immediate_grad_update", harmless="the result is the same"),
     Setting(key="bf16.check_grad_overflow", harmless="what is not finite never changes the weights"),
     Setting(
@@ -157,7 +164,7 @@ ZERO = (
         key="zero_optimization.mics_hierarchical_params_gather", harmless="groups gather among neighbours", older=True
     ),
     Setting(key="zero_optimization.cpu_offload", joint="offload_optimizer: cpu", older=True),
-    Setting(key="zero_optimization.cpu_offload_params", joint="offload_param: cpu", older=True),
+    Setting(key="zero_optimization.cpu_offload_param", joint="offload_param: cpu", older=True),
     Setting(key="zero_optimization.leaf_module", harmless="which modules are gathered as one is chosen for the model"),
     Setting(key="zero_optimization.zenflow", unsupported="the optimizer is not overlapped with the next step"),
     Setting(key="zero_optimization.pipeline_loading_checkpoint", harmless=LOADED),
@@ -176,9 +183,8 @@ ZERO = (
             ),
             *("stage3_allgather_sequential", "allgather_sequential", "use_all_reduce_for_fetch_params"),
             *("module_granularity_threshold", "prefetch_bucket_size", "param_persistence_threshold"),
-            *("model_persistence_threshold", "max_live_parameters", "ignore_unused_parameters", "grad_partitioned"),
+            *("model_persistence_threshold", "max_live_parameters", "ignore_unused_parameters"),
             *("log_trace_cache_warnings", "enable_sanity_checks", "save_muon_momentum_buffer_in_memory"),
-            *("zero_quantized_gradients_bits", "enable_zero_optimization", "ep_full_grad_norm"),
         )
     ),
     *(
@@ -189,6 +195,9 @@ ZERO = (
             *("legacy_stage1",),
         )
     ),
+    Setting(key="zero_optimization.cpu_offload_use_pin_memory", harmless=PINNED, older=True),
+    Setting(key="zero_optimization.compute_grad_norm", harmless="the norm is always computed"),
+    Setting(key="zero_optimization.parameter_alignment", harmless=BUFFERS),
     Setting(key="aio", harmless="blocks and queues of NVMe offload are chosen"),
 )
 PARALLELISM = (
@@ -198,7 +207,7 @@ PARALLELISM = (
     Setting(key="expert_parallel.autoep_size", field="parallel.expert", convert=_count),
     Setting(key="expert_parallel", harmless="which layers are split follows from the model's family"),
     Setting(key="pipeline", unsupported="parallel.pipeline cuts the model into stages"),
-    Setting(key="use_data_before_expert_parallel_", harmless="groups are chosen for the network"),
+    Setting(key="use_data_before_expert_parallelism", harmless="groups are chosen for the network"),
     Setting(key="compile", unsupported="kernels.blocks=compiled compiles each layer"),
     Setting(key="activation_checkpointing", harmless=OF_MODEL),
 )
@@ -215,20 +224,17 @@ REPORTING = (
         Setting(key=key, harmless=REPORTS)
         for key in (
             *("wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler"),
-            *("timers", "gradient_noise_scale", "monitor_config", "vocabulary_size"),
+            *("timers", "vocabulary_size", "log_level"),
         )
     ),
 )
 OTHER = (
-    *(
-        Setting(key=key, harmless=LOADED)
-        for key in ("checkpoint", "load_universal_checkpoint", "use_node_local_storage", "datastates_ckpt")
-    ),
+    *(Setting(key=key, harmless=LOADED) for key in ("checkpoint", "datastates_ckpt")),
     *(
         Setting(key=key, harmless="the result does not depend on it")
         for key in (
-            *("disable_allgather", "sparse_gradients", "disable_python_gc", "disable_loss_scaling", "graph_harvesting"),
-            *("dataloader_drop_last", "aio_config", "zero_optimizer", "weight_quantization", "in_memory"),
+            *("disable_allgather", "sparse_gradients", "disable_python_gc", "graph_harvesting"),
+            *("dataloader_drop_last", "weight_quantization"),
         )
     ),
     Setting(key="elasticity", unsupported="a run continues on any number of devices with the same global batch"),
@@ -243,7 +249,6 @@ OTHER = (
     Setting(key="amp", unsupported="of Apex; parallel.precision has autocast_bf16 and autocast_fp16"),
     Setting(key="nebula", unsupported="checkpoints are files"),
     Setting(key="hybrid_engine", unsupported="there is no reinforcement learning with generation"),
-    Setting(key="inference", unsupported="`llmtrain generate` and the export are for inference"),
 )
 TABLES: dict[str, tuple[Setting, ...]] = {
     "Batch and gradients": BATCH,
@@ -286,7 +291,10 @@ def apply_deepspeed(translation: Translation, file: ForeignFile, given: Given, *
 class _Configuration:
     def __init__(self, translation: Translation, file: ForeignFile, given: Given, alone: bool) -> None:
         self.to, self.given, self.alone = translation, given, alone
-        values, auto = _without_auto(file.values)
+        own = dict(file.values)
+        if "bfloat16" in own and "bf16" not in own:
+            own["bf16"] = own.pop("bfloat16")
+        values, auto = _without_auto(own)
         self.auto = [".".join(path) for path in auto]
         prefix = "" if alone else f"{file.path.name}: " if file.path != given.file.path else "deepspeed."
         self.settings = Settings(values, prefix, file)
@@ -490,7 +498,7 @@ class _Configuration:
             ),
         ):
             self._switch(key, text)
-        for key, field in (("cpu_offload", "offload_optimizer"), ("cpu_offload_params", "offload_param")):
+        for key, field in (("cpu_offload", "offload_optimizer"), ("cpu_offload_param", "offload_param")):
             name = f"zero_optimization.{key}"
             if self.settings.take(name):
                 self._set(f"parallel.{field}", "cpu", name)

@@ -55,7 +55,7 @@ class ForeignFile:
 
 
 class ForeignLoader(CoreLoader):
-    """Reads `yes`, `no`, `on` and `off` as YAML 1.1, which these programs use, and `2e-5` as the number that it means."""
+    """Reads `yes`, `no`, `on` and `off` as YAML 1.1, as these programs do, and `2e-5` as the number that it means."""
 
 
 def _switch(loader: Any, node: yaml.Node) -> bool:

@@ -87,6 +87,7 @@ def apply_model(translation: Translation, settings: Settings, adapter_defaults: 
         table = MODEL
     translation.apply(settings, table)
     _adapter(translation, settings, adapter_defaults)
+    translation.apply(settings, ADAPTER)
     for key in ("tokenizer_name", "tokenizer_name_or_path"):
         if tokenizer := settings.take(key):
             translation.set("data.tokenizer", tokenizer, settings.shown(key), settings.place(key))

@@ -761,7 +761,7 @@ class _Arguments:
 
     def _trackers(self) -> None:
         given = self.take("report_to", "none")
-        names = [given] if isinstance(given, str) else list(given or [])
+        names = given if isinstance(given, list) else [given]
         known = [name for name in names if name in TRACKERS]
         if "all" in names:
             known = ["tensorboard"]

@@ -106,6 +106,11 @@ class Settings:
         self._taken.add(key)
         return value if found else None
 
+    def taken(self) -> dict[str, Any]:
+        """Returns the settings that were read, by dotted key, without those that are missing or null."""
+        values = {key: self._find(key)[1] for key in sorted(self._taken)}
+        return {key: value for key, value in values.items() if value is not None}
+
     def untaken(self) -> dict[str, Any]:
         """Returns the settings that were not read, by dotted key; those of mappings read in part one by one."""
         return dict(self._untaken(self._values, ""))
@@ -203,11 +208,18 @@ class Translation:
                 self._apply(setting, value, settings, given)
 
     def report_untaken(self, settings: Settings, program: str = "") -> None:
-        """Notes every setting that was not read. program: whose they are; by default the translated one."""
+        """Notes every setting that was not read, or of whose value nothing was made.
+
+        program: whose they are; by default the translated one.
+        """
         text = f"is no setting of {program or self.program} that is known here"
         for key, value in settings.untaken().items():
             if value is not None:
                 self.unsupported(settings.shown(key), value, text)
+        noted = [line.key for line in self.lines]
+        for key, value in settings.taken().items():
+            if not any(settings.shown(key) in name for name in noted):
+                self.unsupported(settings.shown(key), value, "is not translated: it is no value of the usual kind")
 
     def _apply(self, setting: Setting, value: Any, settings: Settings, given: bool) -> None:
         key = settings.shown(setting.key)

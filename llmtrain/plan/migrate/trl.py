@@ -300,7 +300,12 @@ class _Sources:
         if isinstance(mixture, Mapping) and isinstance(mixture.get("datasets"), list):
             return self._listed("dataset_mixture", mixture["datasets"], "id", "config")
         mixer = self.settings.take("dataset_mixer")
-        return self._mixed(mixer) if isinstance(mixer, Mapping) else ([], [])
+        if isinstance(mixer, Mapping):
+            return self._mixed(mixer)
+        for key in ("dataset_splits", "dataset_configs"):
+            if (value := self.settings.take(key)) is not None:
+                self.to.unsupported(self.settings.shown(key), value, "has no effect without dataset_mixer")
+        return [], []
 
     def _take(self, key: str, default: Any = None) -> Any:
         value = self.settings.take(key, default)
@@ -463,7 +468,7 @@ class _Method:
 
     def _dpo(self) -> None:
         given = self._take("loss_type", ["sigmoid"])
-        losses = [given] if isinstance(given, str) else list(given)
+        losses = list(given) if isinstance(given, list) else [given]
         weights = self._take("loss_weights") or [1.0] * len(losses)
         shown = self.settings.shown("loss_type")
         known = [loss for loss in losses if loss in LOSSES]
@@ -553,6 +558,7 @@ class _Method:
         if coefficient is not None:
             config = {"output_router_logits": bool(coefficient), "router_aux_loss_coef": coefficient}
             self._set("model.config", config, "router_aux_loss_coef")
+        self._unless("model_init_kwargs", ({},), "is not a mapping of settings of the model")
         self._unless("is_encoder_decoder", (False,), "only decoders are trained")
         self._unless("eos_token", (), "a turn ends as the template says; export.generation has its token")
         self._unless("auto_insert_empty_system_msg", (False,), "no empty system message is added; the template decides")
@@ -591,6 +597,12 @@ def _notes(translation: Translation, method: str) -> None:
             "by which to divide it for as many pairs per step as in TRL"
         )
         translation.different("", None, text, "batch.global_batch_size")
+    if method == "orpo":
+        text = "the cross-entropy is that of the chosen completion, in TRL also of its prompt"
+        translation.different("", None, text, "objective.name")
+    if method == "reward":
+        text = "a reward is the output before the end token, in TRL that at it"
+        translation.different("", None, text, "objective.name")
     if method == "dpo":
         text = "the mean is over the pairs of the global batch, in TRL over those of each micro-batch"
         translation.different("", None, text, "objective.name")

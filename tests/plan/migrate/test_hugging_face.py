@@ -125,14 +125,17 @@ def test_translated_settings_train(tiny, tmp_path):
         fields |= {"model.attention": "sdpa", "kernels.blocks": "eager", "parallel.offload_activations": False}
         if fields.get("parallel.precision", "").endswith("fp16"):
             fields["parallel.precision"] = "fp32"
-        for field in ("train.epochs", "optim.warmup_steps", "optim.warmup_ratio"):
+        for field in (
+            *("train.epochs", "optim.warmup_steps", "optim.warmup_ratio"),
+            *[name for name in fields if name.startswith("evaluation.")],
+        ):
             fields.pop(field, None)
         recipes[name] = json.dumps(nested(fields))
     (losses,) = run_ranks(1, train_two_steps, recipes)
     assert losses.keys() == recipes.keys()
     for name, (first, second) in losses.items():
-        assert 0 < first < 10, name
-        assert 0 < second < 10, name
+        assert 0 < first < 30, name
+        assert 0 < second < 30, name
         assert first != second, name
 
 
@@ -158,5 +161,3 @@ def train_two_steps(rank: int, recipes: dict[str, str]) -> dict[str, list[float]
         del engine
         gc.collect()
     return losses
-
-
