@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +14,7 @@ from llmtrain.commands.options import JsonOption, errors_as_json
 from llmtrain.errors import Problem, RecipeError, reason
 
 if TYPE_CHECKING:
-    from llmtrain.plan.migrate.translation import Kind, Line, Translation
+    from llmtrain.plan.migrate.translation import Kind, Translation
 
 TITLES: dict[Kind, tuple[str, str]] = {
     "same": ("taken over", "green"),
@@ -99,18 +98,6 @@ def _write(path: Path, text: str) -> None:
         raise RecipeError(Problem("import.out", str(path), f"cannot be written: {reason(error)}")) from None
 
 
-def _joined(lines: list[Line]) -> Iterator[Line]:
-    """Yields lines, those without a field and with the same text as one."""
-    seen = set()
-    for line in lines:
-        alike = [other for other in lines if not line.field and not other.field and other.text == line.text]
-        if len(alike) < 2 or not line.key:
-            yield line
-        elif line.text not in seen:
-            seen.add(line.text)
-            yield replace(line, key=", ".join(other.given for other in alike), value=None)
-
-
 def _show(translation: Translation, out: Path | None) -> None:
     """Prints the lists: to standard error if the recipe is printed. Only a terminal gets columns."""
     import shlex
@@ -119,11 +106,12 @@ def _show(translation: Translation, out: Path | None) -> None:
     from rich.table import Table
 
     from llmtrain.errors import printable
+    from llmtrain.plan.migrate.translation import joined
     from llmtrain.system.streams import plain_console, print_as_is
 
     console = plain_console(stderr=out is None)
     for kind, (title, style) in TITLES.items():
-        lines = list(_joined(translation.of(kind)))
+        lines = list(joined(translation.of(kind)))
         if not lines:
             continue
         print_as_is(console, [f"{title} ({len(lines)})"], f"bold {style}")

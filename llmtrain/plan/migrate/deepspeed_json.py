@@ -474,10 +474,10 @@ class _Configuration:
                 else "bf16"
             )
             self._set(field, f"autocast_{half}", "torch_autocast.enabled")
-            if "torch_autocast.dtype" in self.settings:
-                self.to.same(self.settings.shown("torch_autocast.dtype"), take("torch_autocast.dtype"), field)
         elif "torch_autocast.enabled" in self.settings:
             self.to.same(self.settings.shown("torch_autocast.enabled"), False, text="off")
+        if (dtype := take("torch_autocast.dtype")) is not None:
+            self.to.same(self.settings.shown("torch_autocast.dtype"), dtype, text="with torch_autocast.enabled")
         scale = take("fp16.loss_scale")
         if scale:
             self.to.different(self.settings.shown("fp16.loss_scale"), scale, LOSS_SCALE)

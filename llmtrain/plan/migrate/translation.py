@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -251,3 +251,15 @@ def _translated(setting: Setting, value: Any) -> Any:
             known = ", ".join(str(name) for name in setting.values)
             raise ValueError(f"has no counterpart; these have: {known}") from None
     return setting.convert(value) if setting.convert else value
+
+
+def joined(lines: Sequence[Line]) -> Iterator[Line]:
+    """Yields lines for people: those without a field and with the same text are one."""
+    seen = set()
+    for line in lines:
+        alike = [other for other in lines if not line.field and not other.field and other.text == line.text]
+        if len(alike) < 2 or not line.key:
+            yield line
+        elif line.text not in seen:
+            seen.add(line.text)
+            yield replace(line, key=", ".join(other.given for other in alike), value=None)
