@@ -11,7 +11,7 @@ from llmtrain.plan.migrate.files import ForeignFile
 from llmtrain.plan.migrate.program import Given, Program
 from llmtrain.plan.migrate.translation import Setting, Settings, Translation
 
-LAUNCH = "a launcher of its own starts the workers: `llmtrain train --nodes N`, or Slurm, or torchrun"
+LAUNCH = "a launcher of its own starts the workers: `llmtrain train --nodes 2`, or Slurm, or torchrun"
 WRAPPED = "each layer is sharded on its own"
 OVERLAPPED = "gathering overlaps with computing"
 PARTS = {
@@ -37,7 +37,7 @@ MACHINES = (
     Setting(key="mixed_precision", field="parallel.precision", joint="autocast_bf16; bf16 with DeepSpeed and FSDP"),
     Setting(key="num_processes", field="batch.global_batch_size", joint="the number of devices"),
     Setting(key="gradient_accumulation_steps", field="batch.global_batch_size", joint="if the arguments do not say it"),
-    Setting(key="num_machines", harmless="`--nodes` of llmtrain train"),
+    Setting(key="num_machines", harmless="`--nodes` of `llmtrain train`"),
     Setting(key="use_cpu", harmless="the cluster says on what a run trains"),
     Setting(key="parallelism_config", field="parallel.tensor", joint="see the Trainer"),
     Setting(key="downcast_bf16", joint="of TPUs"),
@@ -363,5 +363,6 @@ PROGRAM = Program(
     marks=frozenset({"distributed_type", "compute_environment", "main_training_function"}),
     translate=translate,
     tables=TABLES,
+    page="accelerate",
     beside=True,
 )

@@ -217,6 +217,8 @@ def _ds_config(plan: Plan) -> dict[str, Any]:
     config |= dict.fromkeys((name for name in auto if name in config), "auto")
     config.pop("optimizer", None)  # the Trainer's own, with its groups of decayed weights
     config["zero_allow_untested_optimizer"] = True
+    if plan.parallel.tensor > 1:
+        config["tensor_parallel"] = {"autotp_size": plan.parallel.tensor}
     for kind in ("bf16", "fp16"):
         config[kind] = {"enabled": "auto"}
     return config

@@ -202,7 +202,7 @@ ZERO = (
 )
 PARALLELISM = (
     Setting(key="tensor_parallel.autotp_size", field="parallel.tensor", convert=_count),
-    Setting(key="tensor_parallel", harmless="how matrices are split follows from the model's family"),
+    Setting(key="tensor_parallel", harmless="parallel.tensor splits matrices as the model's family says"),
     Setting(key="sequence_parallel_size", field="parallel.sequence", convert=_count),
     Setting(key="expert_parallel.autoep_size", field="parallel.expert", convert=_count),
     Setting(key="expert_parallel", harmless="which layers are split follows from the model's family"),
@@ -214,10 +214,10 @@ PARALLELISM = (
 REPORTING = (
     Setting(key="steps_per_print", field="logging.every_steps", convert=_count),
     Setting(key="tensorboard.enabled", field="logging.trackers", joint="tensorboard"),
-    Setting(key="tensorboard", harmless="trackers write to the run's directory"),
+    Setting(key="tensorboard", harmless="logging.trackers write to the run's directory"),
     Setting(key="wandb.enabled", field="logging.trackers", joint="wandb"),
     Setting(key="wandb.project", field="logging.project"),
-    Setting(key="wandb", harmless="WANDB_ENTITY and others of W&B's variables are used"),
+    Setting(key="wandb", harmless="logging.trackers use WANDB_ENTITY and W&B's other variables"),
     Setting(key="csv_monitor", harmless="metrics.jsonl has every value"),
     Setting(key="comet", unsupported="a class of yours may be one of logging.trackers"),
     *(
@@ -619,5 +619,6 @@ PROGRAM = Program(
     ),
     translate=translate,
     tables=TABLES,
+    page="deepspeed",
     beside=True,
 )

@@ -81,6 +81,8 @@ class Program:
     translate: Callable[[Given], Translation]
     tables: Mapping[str, Iterable[Setting]] = field(default_factory=dict)
     """Heading → settings, as the program's page shows them."""
+    page: str = ""
+    """Name of its page in docs/guides/coming_from/, whose tables `tools/render.py` writes."""
     includes: frozenset[str] = frozenset()
     """Programs whose settings it has as well, so that it is chosen where they are recognised, too."""
     command: str = ""

@@ -126,7 +126,9 @@ PRECISION = (
     Setting(key="fp16", field="parallel.precision", joint="autocast_fp16; fp16 with DeepSpeed"),
     Setting(key="bf16_full_eval", joint="evaluations have the precision of the run"),
     Setting(key="fp16_full_eval", joint="evaluations have the precision of the run"),
-    Setting(key="tf32", harmless="torch's own setting is kept; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 turns TF32 on"),
+    Setting(
+        key="tf32", harmless="parallel.precision leaves it to torch: TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 turns TF32 on"
+    ),
     Setting(key="fp16_opt_level", harmless="of Apex, which the Trainer does not use any more", older=True),
     Setting(key="half_precision_backend", harmless="torch's is the only one", older=True),
     Setting(key="fp16_backend", harmless="torch's is the only one", older=True),
@@ -835,5 +837,6 @@ PROGRAM = Program(
     ),
     translate=translate,
     tables=TABLES | OF_SCRIPTS,
+    page="trainer",
     command=r"TrainingArguments$|run_clm|\btrain\.py",
 )

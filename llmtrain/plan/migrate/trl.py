@@ -560,7 +560,7 @@ class _Method:
             self._set("model.config", config, "router_aux_loss_coef")
         self._unless("model_init_kwargs", ({},), "is not a mapping of settings of the model")
         self._unless("is_encoder_decoder", (False,), "only decoders are trained")
-        self._unless("eos_token", (), "a turn ends as the template says; export.generation has its token")
+        self._unless("eos_token", (), "a turn ends as the template says, and exports declare its token")
         self._unless("auto_insert_empty_system_msg", (False,), "no empty system message is added; the template decides")
         self._unless(
             "dataset_kwargs", ({}, {"add_special_tokens": False}), "rows are always rendered and tokenized here"
@@ -616,6 +616,7 @@ def _program(method: str) -> Program:
         marks=frozenset(MARKS[method]),
         translate=partial(translate, method=method),
         tables=TABLES,
+        page="trl",
         includes=frozenset({"trainer"}),
         recognise=recognise,
     )
