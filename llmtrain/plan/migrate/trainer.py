@@ -530,13 +530,14 @@ class _Arguments:
             self.set("optim.warmup_ratio", steps or ratio, key, "a share of the run's steps, rounded up")
 
     def _engine(self) -> None:
+        field = "parallel.activation_checkpointing"
         for key in ("activation_checkpointing", "gradient_checkpointing"):
             value = self.take(key)
-            if value:
-                self.set("parallel.activation_checkpointing", "full", key)
-                break
-            if key in self.settings and value is not None:
-                self.to.same(self.settings.shown(key), value, text="nothing is recomputed")
+            if value and field not in self.to.fields:
+                self.set(field, "full", key)
+            elif key in self.settings and value is not None:
+                text = "as activation_checkpointing" if value else "nothing is recomputed"
+                self.to.same(self.settings.shown(key), value, text=text)
         self._kernels()
         self._strategy()
         for key in ("accelerator_config", "split_batches"):

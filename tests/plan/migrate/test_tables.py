@@ -24,6 +24,7 @@ def names(kind) -> set[str]:
     return {field.name for field in dataclasses.fields(kind)}
 
 
+@pytest.mark.slow
 def test_tables_have_the_settings_of_the_trainer_and_of_trl():
     from transformers import TrainingArguments
     from trl import DPOConfig, KTOConfig, ModelConfig, RewardConfig, ScriptArguments, SFTConfig
@@ -33,6 +34,7 @@ def test_tables_have_the_settings_of_the_trainer_and_of_trl():
         assert names(kind) - keys(trainer.TABLES) - keys(trl.TABLES) == set(), kind
 
 
+@pytest.mark.slow
 def test_defaults_are_those_of_the_installed_trainers():
     from transformers import TrainingArguments
     from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
@@ -61,6 +63,7 @@ def _default_of(field: str):
     return of_part[name].default if name in of_part else None
 
 
+@pytest.mark.slow
 def test_tables_have_the_settings_of_accelerate():
     from accelerate.commands.config.config_args import ClusterConfig
 
