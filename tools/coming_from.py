@@ -1,4 +1,4 @@
-"""Pages of docs/guides/coming_from/: what becomes of each setting of another program, from the tables that translate."""
+"""docs/guides/coming_from/: what becomes of each setting of another program, by the tables that translate it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ FIELD = re.compile(
 def files() -> Files:
     """Returns the pages, with the tables of each program."""
     pages: Files = {}
-    for tables_of in {program.page: program.tables for program in PROGRAMS.values() if program.page}.items():
-        page, tables = tables_of
+    for page, tables in {program.page: program.tables for program in PROGRAMS.values() if program.page}.items():
         parts = [f"### {heading}\n\n{_table(tuple(rows))}" for heading, rows in tables.items()]
         pages |= filled(f"{FOLDER}/{page}.md", settings="\n".join(parts))
     return pages

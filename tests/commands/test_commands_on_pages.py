@@ -115,8 +115,10 @@ def test_unknown_fields_are_found(tiny):
 
 
 COMING_FROM = (ROOT / "docs/guides/coming_from.md").read_text(encoding="utf-8")
-PAGES_OF_PROGRAMS = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/guides/coming_from").glob("*.md"))]
-ROWS = re.findall(r"^\| (`.*?) \| (.*?) \| (.*) \|$", "\n".join([COMING_FROM, *PAGES_OF_PROGRAMS]), re.MULTILINE)
+OF_PROGRAMS = sorted((ROOT / "docs/guides/coming_from").glob("*.md"))
+"""The pages of programs, whose tables are those that translate."""
+TABLES = "\n".join([COMING_FROM, *(page.read_text(encoding="utf-8") for page in OF_PROGRAMS)])
+ROWS = re.findall(r"^\| (`.*?) \| (.*?) \| (.*) \|$", TABLES, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("theirs", "ours", "note"), ROWS, ids=[row[0] for row in ROWS])
