@@ -379,9 +379,7 @@ class _Arguments:
         """Sets a field from a setting, and notes it if the file has it."""
         given = key in self.settings
         shown = self.settings.shown(key)
-        self.to.set(
-            field, value, shown if given else f"{self.to.program}'s default for {shown}", self.settings.place(key)
-        )
+        self.to.set(field, value, shown if given else f"default of {shown}", self.settings.place(key))
         if given:
             self.to.same(shown, self.settings.take(key), field, text)
 
@@ -461,9 +459,7 @@ class _Arguments:
             self.to.set("optim.betas", betas, "the Trainer's SGD has no momentum")
         else:
             comment = "adam_beta1, adam_beta2" if "adam_beta1" in self.settings or "adam_beta2" in self.settings else ""
-            self.to.set(
-                "optim.betas", betas, comment or f"{self.to.program}'s defaults", self.settings.place("adam_beta1")
-            )
+            self.to.set("optim.betas", betas, comment or "the defaults", self.settings.place("adam_beta1"))
         for key, value in (("adam_beta1", betas[0]), ("adam_beta2", betas[1])):
             if key in self.settings:
                 self.to.same(self.settings.shown(key), value, "optim.betas")
@@ -645,6 +641,9 @@ class _Arguments:
             self.to.different(self.settings.shown(key), True, text, field)
         else:
             self.set(field, chosen, key, "fp32 weights, products in 16 bits")
+            if not self.dtype:
+                text = "weights are fp32; transformers 5 loads them in the type of their files unless dtype is float32"
+                self.to.different(self.settings.shown(key), True, text, field)
 
     def _no_loss_scale(self, half: str) -> None:
         if half == "fp16" and self.to.fields.get("parallel.accelerate") == "fsdp2":

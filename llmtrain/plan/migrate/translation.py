@@ -235,7 +235,7 @@ class Translation:
             except ValueError as error:
                 self.unsupported(key, value, str(error))
                 return
-            comment = key if given else f"{self.program}'s default for {key}"
+            comment = key if given else f"default of {key}"
             self.set(setting.field, translated, comment, settings.place(setting.key))
             if setting.different:
                 self.different(key, value, setting.different, setting.field)

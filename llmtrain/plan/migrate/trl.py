@@ -213,6 +213,7 @@ def translate(given: Given, method: str) -> Translation:
     own = {**SHARED_DEFAULTS, **DEFAULTS[method]}
     if settings.take("fp16"):
         own.pop("bf16")
+    dtype = dtype or "float32"  # in which its trainers load a model by its name
     evaluated = _rows(translation, settings, method)
     _lengths(translation, settings, method)
     apply_arguments(translation, settings, given, dtype=dtype, defaults=own)
@@ -368,7 +369,7 @@ def _lengths(translation: Translation, settings: Settings, method: str) -> None:
         translation.missing("data.sequence_length", f"{key} is null, so rows have any length there: say the longest")
         return
     shown, field = settings.shown(key), "data.sequence_length"
-    comment = shown if key in settings else f"TRL's default for {shown}"
+    comment = shown if key in settings else f"default of {shown}"
     if method in PAIRS and isinstance(length, int):
         translation.set(field, 2 * length, f"2 × {comment}: both completions of a pair", settings.place(key))
     else:
@@ -400,7 +401,7 @@ class _Method:
     def _set(self, field: str, value: Any, key: str, text: str = "") -> None:
         shown = self.settings.shown(key)
         given = key in self.settings
-        self.to.set(field, value, shown if given else f"TRL's default for {shown}", self.settings.place(key))
+        self.to.set(field, value, shown if given else f"default of {shown}", self.settings.place(key))
         if given:
             self.to.same(shown, self._take(key), field, text)
 
