@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from llmtrain.plan.migrate.completion import complete, name_run
@@ -238,6 +239,38 @@ def _accumulation(translation: Translation, key: str, steps: Any, *, alone: bool
         translation.same(key, steps, "batch.global_batch_size")
     else:
         translation.same(key, steps, text="the arguments decide")
+
+
+OF_LAUNCHER = {
+    "use_deepspeed": "DEEPSPEED",
+    "use_fsdp": "FSDP",
+    "multi_gpu": "MULTI_GPU",
+}
+"""Switch of `accelerate launch` → `distributed_type`."""
+
+
+def launched(path: Path, options: Mapping[str, Any], file: ForeignFile | None) -> ForeignFile | None:
+    """Returns the settings that options of `accelerate launch` make, over those of its configuration, if there is one.
+
+    None if there are neither.
+    """
+    values = dict(file.values) if file else {}
+    keys = {row.key.rpartition(".")[2] for row in DEEPSPEED}
+    given = False
+    for name, value in options.items():
+        if name in OF_LAUNCHER and value:
+            values["distributed_type"] = OF_LAUNCHER[name]
+        elif name.startswith("fsdp_") or name in keys:
+            block = "fsdp_config" if name.startswith("fsdp_") else "deepspeed_config"
+            values[block] = {**values.get(block, {}), name: value}
+        elif name in ("mixed_precision", "dynamo_backend"):
+            values[name] = value
+        else:
+            continue
+        given = True
+    if not given:
+        return file
+    return ForeignFile(path=path, values=values, lines=file.lines if file and file.path == path else {})
 
 
 def apply_fsdp(translation: Translation, settings: Settings) -> None:

@@ -46,6 +46,11 @@ def translate(paths: Sequence[Path], devices: int | None = None, program: str | 
         raise RecipeError(Problem("import.two", "FILE…", f"two files are for {chosen[-1].title}", "give one of them"))
     file = files[own[0]]
     translation = chosen[own[0]].translate(Given(file=file, beside=beside, devices=devices))
+    noted = "\n".join(f"{line.key}\n{line.text}" for line in translation.lines)
+    for key, value in file.launcher.items():
+        if key not in noted:
+            text = "starts the workers there; here `llmtrain train`, or a launcher with the recipe as its script"
+            translation.same(f"--{key}", value, text=text)
     for key, expression in file.computed.items():
         written = file.written.get(key, key)
         translation.missing(written, f"the script computes it ({expression}): set what it stands for")

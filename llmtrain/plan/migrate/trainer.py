@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from llmtrain.plan.migrate.accelerate import apply_accelerate, apply_degrees, apply_fsdp, mixed
+from llmtrain.plan.migrate.accelerate import apply_accelerate, apply_degrees, apply_fsdp, launched, mixed
 from llmtrain.plan.migrate.completion import complete, name_run
 from llmtrain.plan.migrate.deepspeed_json import apply_deepspeed
 from llmtrain.plan.migrate.model_arguments import ADAPTER, MODEL, apply_model
@@ -558,8 +558,9 @@ class _Arguments:
             apply_deepspeed(self.to, configuration, self.given)
         self._fsdp()
         apply_degrees(self.to, self.take("parallelism_config"), self.settings.shown("parallelism_config"))
-        launched = self.given.file.launcher.get("config_file")
-        if file := self.given.companion(self.to, "accelerate", launched, "--config_file"):
+        options = self.given.file.launcher
+        file = self.given.companion(self.to, "accelerate", options.get("config_file"), "--config_file")
+        if file := launched(self.given.file.path, options, file):
             apply_accelerate(self.to, file, self.given)
         self._replicas()
 
