@@ -63,6 +63,9 @@ ADAPTER = (
     Setting(key="bnb_4bit_compute_dtype", joint="parallel.precision is the data type of the products"),
     Setting(key="bnb_4bit_quant_storage", harmless="only the layout of the packed values depends on it"),
     Setting(key="lora_task_type", harmless="the objective decides"),
+    Setting(key="lora_inference_mode", harmless="a run trains the adapter"),
+    Setting(key="lora_fan_in_fan_out", harmless="how a layer stores its matrix is known"),
+    Setting(key="lora_weight_tying", harmless="a table that embedding and head share stays shared"),
     Setting(key="lora_bias", joint="biases are not trained: none"),
     Setting(key="lora_init", joint="B is 0 and A is drawn, as PEFT's default"),
 )

@@ -32,6 +32,9 @@ LORA = {
     "bias": "lora_bias",
     "task_type": "lora_task_type",
     "init_lora_weights": "lora_init",
+    "inference_mode": "lora_inference_mode",
+    "fan_in_fan_out": "lora_fan_in_fan_out",
+    "ensure_weight_tying": "lora_weight_tying",
 }
 BITS_AND_BYTES = {
     "load_in_4bit": "load_in_4bit",
@@ -96,10 +99,8 @@ class Script:
         self.lines[key] = node.lineno
         try:
             self.values[key] = _literal(node, constants)
-        except ValueError:
-            text = " ".join(ast.unparse(node).split())
-            shown = text if len(text) <= MAX_EXPRESSION else f"{text[:MAX_EXPRESSION]}…"
-            self.computed[key] = f"line {node.lineno}: {shown}"
+        except (ValueError, RecursionError):
+            self.computed[key] = f"line {node.lineno}: {_shown(node)}"
 
 
 def parse_script(path: Path, text: str) -> Script:
@@ -180,7 +181,7 @@ def _keywords(
     for keyword in call.keywords:
         if keyword.arg is None:
             key = f"{name}(**…)"
-            script.computed[key] = f"line {keyword.value.lineno}: {ast.unparse(keyword.value)[:MAX_EXPRESSION]}"
+            script.computed[key] = f"line {keyword.value.lineno}: {_shown(keyword.value)}"
         elif keyword.arg not in skipped:
             key = keyword.arg if names is None else names.get(keyword.arg, f"{name}({keyword.arg})")
             written = keyword.arg if names is None else f"{name}({keyword.arg})"
@@ -200,6 +201,15 @@ def _trainer(script: Script, name: str, call: ast.Call, constants: Mapping[str, 
             script.add(keyword.arg, f"{name}({keyword.arg})", keyword.value, constants)
 
 
+def _shown(node: ast.expr) -> str:
+    """Returns an expression on one line, cut if it is long."""
+    try:
+        text = " ".join(ast.unparse(node).split())
+    except RecursionError:
+        return "an expression"
+    return text if len(text) <= MAX_EXPRESSION else f"{text[:MAX_EXPRESSION]}…"
+
+
 def _constants(tree: ast.AST) -> dict[str, Any]:
     """Returns the names that a script assigns once, and to a literal."""
     assigned: dict[str, list[ast.expr]] = {}
@@ -214,7 +224,7 @@ def _constants(tree: ast.AST) -> dict[str, Any]:
         if len(values) == 1 and stores.count(name) == 1:
             try:
                 constants[name] = _literal(values[0], {})
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
     return constants
 

@@ -723,7 +723,7 @@ class _Arguments:
             value = self.take(row.key) if row.joint == PUSH else None
             if value is not None and row.key in self.settings:
                 note = self.to.unsupported if pushed else self.to.same
-                note(self.settings.shown(row.key), "…" if "token" in row.key else value, text=PUSH)
+                note(self.settings.shown(row.key), value, text=PUSH)
 
     def _best_metric(self) -> None:
         metric = self.take("metric_for_best_model", "loss")

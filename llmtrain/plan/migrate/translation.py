@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -11,6 +12,10 @@ from llmtrain.plan.load.write import nested
 from llmtrain.plan.migrate.files import ForeignFile
 from llmtrain.recipe import Recipe, parse_recipe
 
+SECRETS = frozenset(
+    {"token", "hub_token", "use_auth_token", "push_to_hub_token", "hf_token", "api_key", "wandb_api_key"}
+)
+"""Settings whose values are not shown."""
 Kind = Literal["same", "different", "unsupported", "missing"]
 
 
@@ -174,7 +179,7 @@ class Translation:
 
     def same(self, key: str, value: Any, name: str = "", text: str = "") -> None:
         """Notes a setting that was taken over. name: the field that has its value now."""
-        self.lines.append(Line("same", key, value, name, text))
+        self._add("same", key, value, name, text)
 
     def different(self, key: str, value: Any, text: str, name: str = "") -> None:
         """Notes what behaves differently here, with the consequence, in place of a line that it was taken over.
@@ -182,16 +187,20 @@ class Translation:
         key: empty for what no setting causes.
         """
         self.lines = [line for line in self.lines if not (key and line.kind == "same" and line.key == key)]
-        self.lines.append(Line("different", key, value, name, text))
+        self._add("different", key, value, name, text)
 
     def unsupported(self, key: str, value: Any, text: str) -> None:
         """Notes a setting that nothing here does, with what comes nearest."""
-        self.lines.append(Line("unsupported", key, value, "", text))
+        self._add("unsupported", key, value, "", text)
 
     def missing(self, name: str, text: str, value: Any = None) -> None:
         """Notes what the settings do not say, and the user has to fill in. value: that of the field until then."""
         if not any(line.kind == "missing" and line.key == name for line in self.lines):
             self.lines.append(Line("missing", name, value, "", text))
+
+    def _add(self, kind: Kind, key: str, value: Any, name: str, text: str) -> None:
+        hidden = isinstance(value, str) and re.split(r"\W+", key)[-1] in SECRETS
+        self.lines.append(Line(kind, key, "…" if hidden else value, name, text))
 
     def of(self, kind: Kind) -> list[Line]:
         """Returns the lines of a kind."""
