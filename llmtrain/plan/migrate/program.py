@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,9 @@ from llmtrain.system.untrusted import expanded, is_file
 
 PROCESSES = {"nproc_per_node": "nnodes", "num_gpus": "num_nodes", "num_processes": ""}
 """Option of a launcher for the number of processes → that for the number of machines, if each has so many."""
+
+INCLUDED = re.compile(r"[\w.-]+:(\d+(?:,\d+)*)")
+"""Devices of one machine, as DeepSpeed's launcher is told to use them (`--include`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,23 +44,23 @@ class Given:
             return ForeignFile(path=own.path, values=named, lines=lines)
         if program in self.beside:
             return self.beside[program]
-        if not isinstance(named, str):
-            return None
-        for path in (own.path.parent / expanded(named), expanded(named)):
-            if is_file(path):
-                return read_foreign(path)
-        translation.missing(shown, "the file is not here: name it after this one to translate it, too", named)
-        return None
+        found = _named(own, named)
+        if found is None and isinstance(named, str):
+            translation.missing(shown, "the file is not here: name it after this one to translate it, too", named)
+        return found
 
     def world_size(self, translation: Translation) -> int:
         """Returns the number of devices that the settings were written for, and notes where it comes from."""
         if self.devices is not None:
             translation.same("--devices", self.devices)
             return self.devices
-        origins = [(self.file, self.file.launcher)]
-        if "accelerate" in self.beside:
-            origins.append((self.beside["accelerate"], self.beside["accelerate"].values))
+        accelerate = self.beside.get("accelerate") or _named(self.file, self.file.launcher.get("config_file"))
+        origins = [(self.file, self.file.launcher), *([(accelerate, accelerate.values)] if accelerate else [])]
         for file, values in origins:
+            if isinstance(named := values.get("include"), str) and (found := INCLUDED.fullmatch(named)):
+                count = found[1].count(",") + 1
+                translation.same(f"{file.path.name}: include", named, text=f"{count} devices")
+                return count
             for name, machines in PROCESSES.items():
                 if count := _count(values.get(name)):
                     several = _count(values.get(machines)) or 1
@@ -91,6 +95,14 @@ class Program:
     """Whether a file is for the program, where marks and command do not tell."""
     beside: bool = False
     """Whether a file of it may stand beside one of another program."""
+
+
+def _named(by: ForeignFile, name: Any) -> ForeignFile | None:
+    """Returns the settings in a file that another one names, if it is there. Raises as `read_foreign` does."""
+    if not isinstance(name, str):
+        return None
+    paths = (by.path.parent / expanded(name), expanded(name))
+    return next((read_foreign(path) for path in paths if is_file(path)), None)
 
 
 def _count(value: object) -> int:

@@ -94,7 +94,7 @@ LENGTH = (
 )
 OPTIMIZER = (
     Setting(key="learning_rate", field="optim.lr", default=5e-5),
-    Setting(key="optim", field="optim.name", joint="the form of the optimizer", values=OPTIMIZERS),
+    Setting(key="optim", field="optim.name", joint="with its betas", values=OPTIMIZERS),
     Setting(key="optim_args", joint="arguments of the optimizer, one by one"),
     Setting(
         key="optim_target_modules", unsupported="GaLore and APOLLO are not here; an adapter saves more memory (LoRA)"
@@ -288,6 +288,9 @@ LOGGING = (
 ROWS = (
     Setting(key="dataset_name", field="data.sources", joint="a hub dataset"),
     Setting(key="dataset_config_name", field="data.sources", joint="`subset` of the source"),
+    Setting(key="dataset_config", field="data.sources", joint="`subset` of the source, of `load_dataset`"),
+    Setting(key="dataset_train_split", field="data.sources", joint="`split` of the source, of `load_dataset`"),
+    Setting(key="data_files", field="data.sources", joint="local files, of `load_dataset`"),
     Setting(key="train_file", field="data.sources", joint="a local file"),
     Setting(key="validation_file", field="evaluation.sources", joint="a local file"),
     Setting(
@@ -779,14 +782,17 @@ class _Arguments:
 def _rows(translation: Translation, settings: Settings) -> bool:
     """Translates the data of the Trainer's scripts. Returns whether they name data for evaluations."""
     translation.apply(settings, ROWS)
-    subset = settings.take("dataset_config_name")
-    for key in ("dataset_name", "train_file"):
+    subset = settings.take("dataset_config_name") or settings.take("dataset_config")
+    split = settings.take("dataset_train_split")
+    for key in ("dataset_name", "train_file", "data_files"):
         if name := settings.take(key):
             source = {"name": name} | ({"subset": subset} if subset and key == "dataset_name" else {})
+            source |= {"split": split} if split not in (None, "train") and key == "dataset_name" else {}
             translation.set("data.sources", [source], settings.shown(key), settings.place(key))
             translation.same(settings.shown(key), name, "data.sources")
-    if subset:
-        translation.same(settings.shown("dataset_config_name"), subset, "data.sources")
+    for key in ("dataset_config_name", "dataset_config", "dataset_train_split"):
+        if (value := settings.take(key)) is not None:
+            translation.same(settings.shown(key), value, "data.sources")
     for key in ("block_size", "max_seq_length", "max_length", "model_max_length"):
         if length := settings.take(key):
             translation.set("data.sequence_length", length, settings.shown(key), settings.place(key))

@@ -165,6 +165,11 @@ def test_the_devices_follow_from_the_files(tmp_path):
     file = written(tmp_path, "run.sh", run)
     assert translate([file]).fields["batch.global_batch_size"] == 16
     assert translate([file], 3).fields["batch.global_batch_size"] == 6
+    written(tmp_path, "acc.yaml", "distributed_type: MULTI_GPU\nnum_processes: 5\n")
+    named = "accelerate launch --config_file acc.yaml run_clm.py --per_device_train_batch_size 2 --max_steps 5\n"
+    assert translate([written(tmp_path, "run.sh", named)]).fields["batch.global_batch_size"] == 10
+    named = "deepspeed --include localhost:0,1,3 run_clm.py --per_device_train_batch_size 2 --max_steps 5\n"
+    assert translate([written(tmp_path, "run.sh", named)]).fields["batch.global_batch_size"] == 6
     alone = translate([written(tmp_path, "args.json", json.dumps(ARGS))])
     assert "--devices" in {line.key for line in alone.of("missing")}
 
