@@ -668,6 +668,8 @@ class _Arguments:
                 return max(1, int(-(-total * steps // 1)))
             text = f"{self.settings.shown(key)} is {steps} of the run's steps, which `llmtrain data RECIPE` prints"
             self.to.missing(field, text)
+            if key in self.settings:
+                self.to.same(self.settings.shown(key), steps, field, "a share of the run's steps")
             return None
         return int(steps) if isinstance(steps, (int, float)) else steps
 

@@ -586,7 +586,7 @@ def _evaluation(translation: Translation, sources: list[dict[str, Any]]) -> None
 
 def _notes(translation: Translation, method: str) -> None:
     """Notes what differs whatever the settings say."""
-    if method == "sft":
+    if method == "sft" and translation.fields["data.train_on"] != "all":
         text = "the end-of-turn token is the last one that is trained on, not the line feed after it"
         translation.different("", None, text, "data.train_on")
     elif method == "kto":
