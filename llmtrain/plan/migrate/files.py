@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from llmtrain.plan.migrate.script import parse_script
 from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, is_file, is_yaml, json_fault, read_text
 from llmtrain_lint.document import Unreadable
 from llmtrain_lint.reading import read_configuration
-from llmtrain_lint.yaml_text import YamlError, parse_yaml
+from llmtrain_lint.yaml_text import KeyPath, YamlError, parse_yaml
 
 MAX_FILE = 1 << 20
 """Bytes of the longest file of settings; those in use have a few kilobytes."""
@@ -121,7 +121,7 @@ def _from_yaml(path: Path) -> ForeignFile:
     except YamlError as error:
         at = f":{error.line}:{error.column}" if error.line else ""
         raise RecipeError(Problem("import.yaml", f"{path}{at}", str(error))) from None
-    return _checked(path, values, places)
+    return _checked(path, values, places, [where for where, lines in places.items() if len(lines) > 1])
 
 
 def _from_json(path: Path, text: str) -> ForeignFile:
@@ -132,7 +132,7 @@ def _from_json(path: Path, text: str) -> ForeignFile:
         found = error.finding
         at = f":{found.line}:{found.column}" if found.line else ""
         raise RecipeError(Problem("import.json", f"{path}{at}", found.message, found.fix)) from None
-    return _checked(path, read.values, read.places)
+    return _checked(path, read.values, read.places, read.repeated)
 
 
 def _from_toml(path: Path) -> ForeignFile:
@@ -150,17 +150,21 @@ def _text(path: Path) -> str:
         raise RecipeError(Problem("import.file", str(path), f"cannot be read: {file_fault(error)}")) from None
 
 
-def _checked(path: Path, values: Any, places: Mapping[tuple[str, ...], list[tuple[int, int]]]) -> ForeignFile:
+def _checked(
+    path: Path,
+    values: Any,
+    places: Mapping[KeyPath, list[tuple[int, int]]],
+    repeated: Sequence[KeyPath] = (),
+) -> ForeignFile:
     """Returns the settings. Raises RecipeError unless they are a mapping of plain values, without a repeated key."""
     if not isinstance(values, dict):
         raise RecipeError(Problem("import.file", str(path), "contains no settings: it is not a mapping of names"))
     if fault := json_fault(values):
         raise RecipeError(Problem("import.file", str(path), fault))
-    repeated = [(where, lines) for where, lines in places.items() if len(lines) > 1]
-    if repeated and not any(isinstance(value, list) for value in values.values()):
+    if repeated:
         raise RecipeError(
-            Problem("import.repeated", f"{path}:{lines[1][0]}: {'.'.join(where)}", f"is already in line {lines[0][0]}")
-            for where, lines in repeated
+            Problem("import.repeated", f"{path}:{places[where][0][0]}: {'.'.join(where)}", "is given twice")
+            for where in repeated
         )
     return ForeignFile(
         path=path, values=values, lines={".".join(where): lines[0][0] for where, lines in places.items()}

@@ -20,7 +20,7 @@ PROGRAMS: dict[str, Program] = {
 GENERATES = re.compile(
     r"(?:GRPO|PPO|RLOO|OnlineDPO|GKD)Config$|trl (?:grpo|rloo|ppo)\b|(?:^|_)(?:grpo|ppo|rloo)(?:_\w+)?\.py$"
 )
-GENERATION = frozenset({"num_generations", "reward_funcs", "vllm_mode", "num_ppo_epochs", "max_new_tokens"})
+GENERATION = frozenset({"num_generations", "reward_funcs", "vllm_mode", "num_ppo_epochs"})
 """What starts, or configures, training on generated texts."""
 
 

@@ -119,7 +119,12 @@ def test_a_script_is_never_run(tmp_path):
     ("name", "text", "said"),
     [
         ("args.json", '{"learning_rate": 1e-4,', "args.json:1:24: is not JSON"),
-        ("args.json", '{"num_train_epochs": 1, "num_train_epochs": 2}', "num_train_epochs: is already in line 1"),
+        (
+            "args.json",
+            '{"num_train_epochs": 1, "num_train_epochs": 2}',
+            "args.json:1: num_train_epochs: is given twice",
+        ),
+        ("args.yaml", "max_steps: 1\nseed: 1\nmax_steps: 2\n", "args.yaml:1: max_steps: is given twice"),
         ("args.yaml", "a: &x 1\nb: *x\n", "args.yaml:2:4: uses YAML aliases"),
         ("args.yaml", "- 1\n", "contains no settings"),
         ("args.yaml", "!!python/object:os.system {}\n", "uses the YAML tag"),
