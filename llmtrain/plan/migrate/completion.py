@@ -48,6 +48,8 @@ def complete(translation: Translation) -> None:
     _shard(translation)
     text = "rows are read in another order: losses of single steps differ, and those of a run agree on average"
     translation.different("", None, text)
+    text = "an update whose loss or gradient norm is a spike is skipped; 0 only skips what is not finite"
+    translation.different("", None, text, "guard.spike_sigma")
 
 
 def _shard(translation: Translation) -> None:
