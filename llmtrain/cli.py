@@ -23,6 +23,7 @@ from llmtrain.commands.doctor import run_doctor
 from llmtrain.commands.evaluate import evaluate_tasks
 from llmtrain.commands.export import export_model
 from llmtrain.commands.generate import generate_text
+from llmtrain.commands.import_settings import import_settings
 from llmtrain.commands.init import write_recipe
 from llmtrain.commands.inspect import inspect_run
 from llmtrain.commands.plan import show_plan
@@ -192,6 +193,7 @@ def refuse(error: UserError) -> NoReturn:
 
 
 command(write_recipe, "init")
+command(import_settings, "import")
 command(train_recipe, "train")
 command(show_plan, "plan")
 app.command("lint")(lint_errors()(lint_files))

@@ -44,8 +44,8 @@ HEAVY = {"torch", "deepspeed", "transformers", "datasets", "accelerate", "peft"}
 PURE = {"errors", "system", "recipe", "plan", "run_dir", "launch", "report", "commands", "library", "cli"}
 ENGINE_ONLY = {"deepspeed", "accelerate"}
 USES_LINT = {"library", "commands", "cli"}
-FOR_ALL = "llmtrain_lint.yaml_text."
-"""Reads YAML with the positions of its keys, which recipes and data need as well."""
+FOR_ALL = ("llmtrain_lint.yaml_text.", "llmtrain_lint.reading.", "llmtrain_lint.document.Unreadable")
+"""Read YAML and JSON with the positions of the keys, which recipes, data and settings of other programs need, too."""
 OF_LINT = {"hjson", "typer", "yaml"}
 """The packages that the linter may import."""
 

@@ -51,6 +51,7 @@ GENERATORS = {
     "cli": Generator("tools.reference:cli", (f"{REFERENCE}/cli.md",)),
     "recipe": Generator("tools.reference:recipe", (f"{REFERENCE}/recipe.md",)),
     "rules": Generator("tools.reference:rules", (f"{REFERENCE}/rules.md",)),
+    "coming_from": Generator("tools.coming_from:files", ("docs/guides/coming_from/*.md",)),
     "overrides": Generator("tools.reference:overrides", ("docs/design/overrides.md",)),
     "tokens": Generator("tools.tokens:files", (f"{REFERENCE}/tokens.md",)),
     "time": Generator("tools.step_time:files", ("docs/guides/time.md",)),

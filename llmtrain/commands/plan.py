@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -21,7 +21,7 @@ from llmtrain.commands.options import (
     errors_as_json,
     named_cluster,
 )
-from llmtrain.errors import Problem, RecipeError, reason, truncate
+from llmtrain.errors import Problem, RecipeError, printable, reason, truncate
 from llmtrain.system.streams import print_as_is
 
 if TYPE_CHECKING:
@@ -46,6 +46,14 @@ class PlanRequest:
         ),
     ] = False
     as_json: JsonOption = False
+    program: Annotated[
+        Literal["trainer", "accelerate"] | None,
+        typer.Option(
+            "--as",
+            help="Print the plan as TrainingArguments in JSON, or as Accelerate's YAML; what these cannot express goes "
+            "to standard error.",
+        ),
+    ] = None
     write: Annotated[
         Path | None,
         typer.Option(help="Write plan.json, ds_config.json and diagrams of memory and schedule to this folder."),
@@ -62,11 +70,41 @@ def show_plan(request: PlanRequest) -> None:
     with errors_as_json(request.as_json):
         declared, written_for = load_recipe(request.recipe, request.assignments)
         cluster = named_cluster(written_for, request.nodes, request.gpus_per_node, request.device)
+        if request.program and (request.search or request.write):
+            other = "--search" if request.search else "--write"
+            message = f"prints one plan, and is not supported with {other}"
+            raise RecipeError(Problem("plan.as", "--as", message, "leave one of them out"))
         if request.search:
             _search(declared, cluster, request)
             return
         planned = library.plan(declared, cluster, trace=request.trace)
-    _show(planned, request)
+    if request.program:
+        _show_as(request.program, planned, request.as_json)
+    else:
+        _show(planned, request)
+
+
+def _show_as(program: str, planned: library.Planned, as_json: bool) -> None:
+    """Prints a plan as the settings of another program, and what these do not express."""
+    from llmtrain.plan.migrate.back import RENDERERS
+    from llmtrain.plan.migrate.translation import joined
+
+    rendered = RENDERERS[program](planned.plan)
+    if as_json:
+        lines = [{"field": line.key, "value": line.value, "reason": line.text} for line in rendered.lines]
+        print(json.dumps({"settings": rendered.settings, "not_expressed": lines}, indent=2))
+        return
+    if program == "accelerate":
+        import yaml
+
+        print(yaml.safe_dump(rendered.settings, sort_keys=False), end="")  # YAML 1.1, as Accelerate reads it
+    else:
+        print(json.dumps(rendered.settings, indent=2))
+    sys.stdout.flush()
+    if rendered.lines:
+        print(f"not expressed ({len(rendered.lines)})", file=sys.stderr)
+    for line in joined(rendered.lines):
+        print(f"  {printable(str(line))}", file=sys.stderr)
 
 
 def _show(planned: library.Planned, request: PlanRequest) -> None:

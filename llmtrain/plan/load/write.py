@@ -39,7 +39,7 @@ def recipe_text(
 
 
 def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns fields by dotted name as nested mappings, in the order of a recipe's parts."""
+    """Returns fields by dotted name as nested mappings, in the order in which a recipe declares them."""
     result: dict[str, Any] = {}
     for name, value in fields.items():
         *parts, last = name.split(".")
@@ -47,8 +47,17 @@ def nested(fields: Mapping[str, Any]) -> dict[str, Any]:
         for part in parts:
             inner = inner.setdefault(part, {})
         inner[last] = value
-    order = list(Recipe.model_fields)
-    return dict(sorted(result.items(), key=lambda item: order.index(item[0]) if item[0] in order else len(order)))
+    return _ordered(result, Recipe)
+
+
+def _ordered(fields: Mapping[str, Any], part: type[Part]) -> dict[str, Any]:
+    order = list(part.model_fields)
+    result = {}
+    for name in sorted(fields, key=lambda name: order.index(name) if name in order else len(order)):
+        inner = part_in(part.model_fields[name].annotation) if name in order else None
+        value = fields[name]
+        result[name] = _ordered(value, inner) if inner and isinstance(value, Mapping) else value
+    return result
 
 
 def _yaml_lines(fields: Mapping[str, Any], path: str, indent: str, comments: Mapping[str, str]) -> Iterator[str]:
