@@ -299,7 +299,14 @@ class _Sources:
             return self._listed("datasets", listed, "path", "name")
         mixture = self.settings.take("dataset_mixture")
         if isinstance(mixture, Mapping) and isinstance(mixture.get("datasets"), list):
-            return self._listed("dataset_mixture", mixture["datasets"], "id", "config")
+            texts = {
+                "test_split_size": "hold out a share of the rows: data.eval_fraction",
+                "seed": "rows are held out by their hash, and train.seed orders them",
+            }
+            for key in mixture.keys() - {"datasets"}:
+                shown = self.settings.shown(f"dataset_mixture.{key}")
+                self.to.unsupported(shown, mixture[key], texts.get(key, "name it in data.sources"))
+            return self._listed("dataset_mixture.datasets", mixture["datasets"], "id", "config")
         mixer = self.settings.take("dataset_mixer")
         if isinstance(mixer, Mapping):
             return self._mixed(mixer)
