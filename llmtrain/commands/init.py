@@ -26,6 +26,10 @@ LLAMA = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "
 VOCABULARY = 4096
 SHORT, LONG = 256, 2048
 """Sequence length for a new model, and upper limit for pretrained weights, because memory grows with the length."""
+LONGEST = 8192
+"""Upper limit for rows that are not split, and of which a shorter sequence would drop many."""
+FITTING, CHARACTERS_OF_A_TOKEN = 0.99, 3
+"""Share of such rows that should fit into a sequence, and a low estimate of the text of a token."""
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2)
 """Fractions of the data to hold out, of which the smallest that holds out `HELD_OUT` documents is chosen."""
 HELD_OUT = 10
@@ -68,15 +72,15 @@ def write_recipe(request: InitRequest) -> None:
     if problems := _problems(request):
         raise RecipeError(problems)
     try:
-        kind, held_out = _inspect(request.data)
+        found = _inspect(request.data)
     except DataError:
         if request.kind is None:
             raise
-        kind, held_out = request.kind, FRACTIONS[0]  # the files may not be there yet
-    kind = request.kind or kind
+        found = _Data(request.kind)  # the files may not be there yet
+    kind, held_out = request.kind or found.kind, found.held_out
     if problems := _needs_weights(kind, request.model):
         raise RecipeError(problems)
-    recipe = _recipe(request.file.stem, request.data, request.model, request.lora, kind, held_out)
+    recipe = _recipe(request.file.stem, request, replace(found, kind=kind))
     text = recipe_text(request.file, recipe)
     try:
         with request.file.open("x", encoding="utf-8") as file:
@@ -140,8 +144,19 @@ def _is_here(data: str) -> bool:
     return data in (STDLIB, STDLIB_CHAT) or glob.has_magic(data) or expanded(data).exists()
 
 
-def _inspect(data: str) -> tuple[Kind, float]:
-    """Returns the kind of data, and the fraction of them to hold out: the usual one for data that are not read here.
+@dataclass(frozen=True)
+class _Data:
+    """What is known about the data."""
+
+    kind: Kind
+    held_out: float = FRACTIONS[0]
+    """The fraction to hold out for evaluation."""
+    characters: int | None = None
+    """Length of a row that only a few are longer than; None if none was read."""
+
+
+def _inspect(data: str) -> _Data:
+    """Returns what is found in data; the defaults for data that are not read here.
 
     Raises DataError for local files that hold none of the kinds.
     """
@@ -154,17 +169,22 @@ def _inspect(data: str) -> tuple[Kind, float]:
         raise DataError([replace(problem, field="--data") for problem in error.problems]) from None
     reader = READERS[kind_of(files[0]) or ".txt"] if files else read_document
     if reader is read_document and len(files) < 2:  # the end of a text is held out
-        return "text", FRACTIONS[0]
+        return _Data("text")
     documents, size = [], 0
     for document in chain.from_iterable(reader(path, None) for path in files):
         documents.append(document.text)
         size += len(document.text)
         if len(documents) == MAX_DOCUMENTS or size > MAX_CHARACTERS:
-            return _kind_of(documents, reader is read_document, files[0]), FRACTIONS[0]
+            return _Data(_kind_of(documents, reader is read_document, files[0]), characters=_long_row(documents))
     kind = _kind_of(documents, reader is read_document, files[0])
     if kind == "text" and reader is not read_document:
         documents = [text for row in map(json.loads, documents) if (text := row.get("text"))]
-    return kind, _fraction(documents)
+    return _Data(kind, _fraction(documents), _long_row(documents))
+
+
+def _long_row(documents: list[str]) -> int | None:
+    lengths = sorted(map(len, documents))
+    return lengths[min(len(lengths) - 1, int(FITTING * len(lengths)))] if lengths else None
 
 
 def _kind_of(documents: list[str], are_texts: bool, file: Path) -> Kind:
@@ -202,20 +222,31 @@ def _fraction(documents: list[str]) -> float:
     return next((fraction for fraction, count in counts.items() if wanted <= count <= len(documents) / 2), 0.0)
 
 
-def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind, held_out: float) -> dict[str, Any]:
-    """Returns the fields of the recipe. held_out: the fraction of the data to evaluate on."""
+def _sequence_length(found: _Data, longest: Any, model: str | None) -> int:
+    """Returns the sequence length. longest: the positions of the pretrained model, if they are known."""
+    length = LONG if model else SHORT
+    if found.kind != "text" and found.characters is not None:  # rows that are never split
+        tokens = found.characters // CHARACTERS_OF_A_TOKEN
+        length = min(max(SHORT, 1 << tokens.bit_length()), LONGEST if model else LONG)
+    return min(length, longest) if isinstance(longest, int) else length
+
+
+def _recipe(name: str, request: InitRequest, found: _Data) -> dict[str, Any]:
+    """Returns the fields of the recipe."""
     from llmtrain.plan.facts.pretrained_config import pretrained_config
     from llmtrain.plan.facts.vocabulary import read_template
 
-    source = {"name": data}
+    model, kind, held_out = request.model, found.kind, found.held_out
+    source = {"name": request.data}
     fields: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "run"}
     if model is None:
         fields["model"] = {"architecture": "llama", "config": LLAMA}
-        fields["data"] = {"sources": [source], "tokenizer": {"vocab_size": VOCABULARY}, "sequence_length": SHORT}
+        fields["data"] = {"sources": [source], "tokenizer": {"vocab_size": VOCABULARY}}
+        fields["data"]["sequence_length"] = _sequence_length(found, None, None)
     else:
         longest = pretrained_config(ModelConfig(pretrained=model))[1].get("max_position_embeddings")
-        fields["model"] = {"pretrained": model} | ({"adapter": {"rank": 16}} if lora else {})
-        length = min(LONG, longest) if isinstance(longest, int) else LONG
+        fields["model"] = {"pretrained": model} | ({"adapter": {"rank": 16}} if request.lora else {})
+        length = _sequence_length(found, longest, model)
         fields["data"] = {"sources": [source], "tokenizer": model, "sequence_length": length}
     if kind != "text" and (model is None or read_template(None, model) is None):
         fields["data"]["chat_template"] = "plain"
@@ -223,8 +254,9 @@ def _recipe(name: str, data: str, model: str | None, lora: bool, kind: Kind, hel
         fields["data"]["eval_fraction"] = held_out
     if kind in OBJECTIVES:
         fields["objective"] = {"name": OBJECTIVES[kind]}
-    rate = 2e-3 if model is None else 1e-4 if lora else 1e-5
-    fields["optim"] = {"lr": float(f"{rate / 10:.6g}") if kind in OBJECTIVES else rate, "warmup_steps": 10}
+    rate = 2e-3 if model is None else 1e-4 if request.lora else 1e-5
+    fields["optim"] = {"lr": float(f"{rate / 10:.6g}") if kind in OBJECTIVES else rate}
+    fields["optim"] |= {"warmup_steps": 10} if kind == "text" else {"warmup_ratio": 0.05}
     fields["batch"] = {"global_batch_size": 8, "micro_batch_size": 1 if model else 2}
     fields["train"] = {"max_steps": 200} if kind == "text" else {"epochs": 1}
     if held_out:

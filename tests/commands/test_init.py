@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 
 from llmtrain.cli import app, main
+from llmtrain.commands import init
 from llmtrain.data import prepare
 from llmtrain.errors import UserError
 from llmtrain.plan.load import load_recipe
@@ -75,7 +76,7 @@ def test_a_hub_lookup_is_reported(folder, capsys):
         (["--data", "chats.jsonl"], {"train.epochs": 1, "data.chat_template": "plain"}),
         (
             ["--data", "pairs.jsonl", "--model", "weights", "--lora"],
-            {"objective.name": "dpo", "model.adapter.rank": 16, "data.sequence_length": 512, "optim.lr": 1e-5},
+            {"objective.name": "dpo", "model.adapter.rank": 16, "data.sequence_length": 256, "optim.lr": 1e-5},
         ),
         (
             ["--data", "labelled.jsonl", "--model", "weights"],
@@ -93,6 +94,14 @@ def test_init_writes_a_recipe_for_the_kind_of_data(folder, capsys, suffix, optio
     recipe, _ = load_recipe(f"my recipe.{suffix}", [])
     assert {name: recipe.dotted()[name] for name in fields} == fields
     assert recipe.name == "my-recipe"
+
+
+@pytest.mark.parametrize(("words", "length"), [(10, 256), (900, 2048), (9000, 8192)])
+def test_sequences_are_as_long_as_most_conversations(folder, words, length):
+    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "a word " * (words // 2)}]
+    Path("long.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 50)
+    assert init._sequence_length(init._inspect("long.jsonl"), None, "weights") == length
+    assert init._sequence_length(init._inspect("long.jsonl"), 1024, "weights") == min(length, 1024)
 
 
 def test_the_recipe_holds_out_some_documents_and_evaluates_on_them(folder):
