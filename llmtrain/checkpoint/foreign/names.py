@@ -1,0 +1,176 @@
+"""Finds the weights of a model among those of a folder, and names the states of optimizers that only number them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from llmtrain.checkpoint.foreign.state import ForeignGroup, ForeignState, ForeignTensor, UnnamedOptimizer, unwrapped
+from llmtrain.checkpoint.foreign.zero import renamed_pipeline
+from llmtrain.errors import CheckpointError, Problem, abbreviate
+from llmtrain.models.hub_names import WeightImporter, aliases
+
+PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.", "_model.")
+"""What may stand before all names of a folder."""
+UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_", re.IGNORECASE)
+"""What the Trainer does not decay, by name."""
+
+
+class Names:
+    """The weights of a model, made from those of a folder."""
+
+    def __init__(self, state: ForeignState, model: PreTrainedModel, renames: Sequence[tuple[str, str]], folder: str) -> None:
+        """model: on the meta device. renames: patterns of names in the folder, and what replaces them.
+
+        Raises CheckpointError with all weights that are missing, not known to the model, or of another shape.
+        """
+        self._state = state
+        self.shapes = {name: tuple(weight.shape) for name, weight in model.state_dict().items()}
+        self.groups = {name: group for name, group in aliases(model).items() if name == group[0]}
+        self.parameters = list(dict(model.named_parameters()))
+        """Names of the model's parameters, tied ones once, in its order."""
+        mapped = self._mapped(renames, folder)
+        self.origin = {new: old for old, new in mapped.items()}
+        """Name after renaming → name in the folder."""
+        self.mapped = mapped
+        meta = {new: torch.empty(state.weights[old].shape, dtype=_kind(state.weights[old]), device="meta") for new, old in self.origin.items()}
+        self.importer = WeightImporter(model, meta)
+        self._check(meta, folder)
+
+    def _mapped(self, renames: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
+        """Maps each name of a weight in the folder to one that hub files of the model may have."""
+        names = {name: unwrapped(name) for name in self._state.weights}
+        for pattern, replacement in renames:
+            try:
+                names = {name: re.sub(pattern, replacement, new) for name, new in names.items()}
+            except re.error as error:
+                message = f"{pattern!r} is not a regular expression: {error}"
+                raise CheckpointError(Problem("import.rename", "--rename", message)) from None
+        by_prefix = {prefix: self._known(names.values(), prefix) for prefix in PREFIXES}
+        best = max(PREFIXES, key=lambda prefix: by_prefix[prefix])
+        names = {name: new.removeprefix(best) for name, new in names.items()}
+        shapes = {new: self._state.weights[old].shape for old, new in names.items()}
+        parameters = {name: self.shapes[name] for name in self.parameters}
+        layers = renamed_pipeline(list(names.values()), shapes, parameters)
+        names = {name: layers.get(new, new) for name, new in names.items()}
+        twice = sorted({new for new in names.values() if sum(other == new for other in names.values()) > 1})
+        if twice:
+            message = f"has several weights for {len(twice)} of the model's, such as {abbreviate(twice)}"
+            raise CheckpointError(Problem("import.names", folder, message, RENAME))
+        return names
+
+    def _known(self, names: Iterable[str], prefix: str) -> int:
+        return sum(name.startswith(prefix) and name.removeprefix(prefix) in self.shapes for name in names)
+
+    def _check(self, meta: Mapping[str, Tensor], folder: str) -> None:
+        problems = []
+        if missing := [name for name in self.groups if not self.importer.has(name)]:
+            message = f"lacks {len(missing)} of {len(self.groups)} weights of the recipe's model: {abbreviate(missing)}"
+            problems.append(Problem("import.missing", folder, message, RENAME))
+        if unused := [self.origin[name] for name in self.importer.unused if self.origin[name] not in self._state.buffers]:
+            message = f"has {len(unused)} tensors that the recipe's model does not have: {abbreviate(unused)}"
+            problems.append(Problem("import.unexpected", folder, message, "use the recipe of this model"))
+        present = [name for name in self.groups if self.importer.has(name)]
+        wrong = [name for name in present if tuple(self.importer.shape(name)) != self.shapes[name]]
+        if wrong:
+            shown = [f"{name} {list(self.importer.shape(name))}, not {list(self.shapes[name])}" for name in wrong]
+            message = f"has {len(wrong)} weights of another shape than the recipe's model: {abbreviate(shown)}"
+            problems.append(Problem("import.shapes", folder, message, "use the recipe of this model"))
+        if whole := [name for name in present if name in self.parameters and not self.importer.like(name).is_floating_point()]:
+            message = f"has {len(whole)} weights that are integers: {abbreviate(whole)}"
+            problems.append(Problem("import.types", folder, message, "import plain weights"))
+        if problems:
+            raise CheckpointError(problems)
+
+    def files_of(self, name: str) -> list[str]:
+        """Returns the names in the folder of what a weight is made from."""
+        keys: list[str] = []
+
+        def note(key: str) -> Tensor:
+            keys.append(self.origin[key])
+            return torch.empty(self._state.weights[self.origin[key]].shape, device="meta")
+
+        self.importer.tensor(name, note)
+        return keys
+
+    def tensor(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
+        """Returns a weight, or a state of it. read: returns a tensor by its name in the folder."""
+        return self.importer.tensor(name, lambda key: read(self.origin[key]))
+
+    def stored_twice(self) -> Iterator[tuple[str, list[str]]]:
+        """Yields tied weights that the folder holds under several names, with these."""
+        for name, group in self.groups.items():
+            if len(stored := self.importer.stored(group)) > 1:
+                yield name, stored
+
+
+RENAME = "use the recipe of this model, or map names with --rename 'PATTERN=REPLACEMENT' (regular expressions)"
+
+
+def _kind(tensor: ForeignTensor) -> torch.dtype:
+    return torch.float32 if tensor.dtype.is_floating_point else torch.int64
+
+
+def name_states(state: ForeignState, names: Names, trained: Sequence[str], folder: str) -> None:
+    """Names the states of an optimizer that numbers its weights, by their order in the model.
+
+    trained: names of the trained weights in the model's order. Raises CheckpointError unless one order of the usual
+    ones, and only one, fits the shapes.
+    """
+    optimizer = state.unnamed
+    if optimizer is None:
+        return
+    of_model: dict[str, str] = {}
+    for name in trained:
+        files = names.files_of(name)
+        if len(files) != 1:
+            message = "numbers its weights, and the model here joins several of them (experts); their order is unknown"
+            raise CheckpointError(Problem("import.order", optimizer.file, message, "import its weights alone"))
+        of_model[name] = files[0]
+    fitting: list[list[list[str]]] = []
+    for groups in _orders(trained, names.shapes, len(optimizer.groups)):
+        if groups not in fitting and _fits(groups, optimizer, names.shapes):
+            fitting.append(groups)
+    if len(fitting) != 1:
+        counts = ", ".join(str(len(numbers)) for numbers, _ in optimizer.groups)
+        found = "no usual order of the model's weights fits them" if not fitting else "several orders fit them"
+        message = f"numbers its weights, in groups of {counts}, and {found}; the model trains {len(trained)}"
+        fix = "save it with a library that names them, such as torch.distributed.checkpoint"
+        raise CheckpointError(Problem("import.order", optimizer.file, message, fix))
+    for group, (numbers, options) in zip(fitting[0], optimizer.groups, strict=True):
+        files = [of_model[name] for name in group]
+        state.groups.append(ForeignGroup(tuple(files), options))
+        for file, number in zip(files, numbers, strict=True):
+            state.states[file] = {kind: ForeignTensor.of(stored) for kind, stored in optimizer.states[number].items()}
+            state.updates[file] = optimizer.updates[number]
+
+
+def _orders(trained: Sequence[str], shapes: Mapping[str, tuple[int, ...]], count: int) -> Iterator[list[list[str]]]:
+    """Yields the usual divisions of weights into a number of groups."""
+    if count == 1:
+        yield list(trained)[:0] and [] or [list(trained)]
+        return
+    for is_decayed in (lambda name: not UNDECAYED.search(name), lambda name: len(shapes[name]) >= 2):
+        decayed = [name for name in trained if is_decayed(name)]
+        others = [name for name in trained if not is_decayed(name)]
+        if count == 2:
+            yield [decayed, others]
+            yield [others, decayed]
+    if count == len(trained):
+        yield [[name] for name in trained]
+
+
+def _fits(groups: Sequence[Sequence[str]], optimizer: UnnamedOptimizer, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    for group, (numbers, _) in zip(groups, optimizer.groups, strict=True):
+        if len(group) != len(numbers):
+            return False
+        for name, number in zip(group, numbers, strict=True):
+            tensors = optimizer.states[number].values()
+            if any(tensor.shape != shapes[name] for tensor in tensors if math.prod(tensor.shape) != 1):
+                return False
+    return True

@@ -1,0 +1,388 @@
+"""Reads checkpoints of DeepSpeed: every ZeRO stage, pipelines, and universal checkpoints.
+
+ZeRO flattens the parameters of a group in the order of `param_shapes`. At stages 1 and 2 each rank holds a range of the
+result, at stage 3 a range of each parameter.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmtrain.checkpoint.foreign.pickles import Record, StoredTensor, fail, read_torch
+from llmtrain.checkpoint.foreign.state import (
+    STEP,
+    ForeignGroup,
+    ForeignState,
+    ForeignTensor,
+    options_of,
+    plain_number,
+    split_state,
+    unnamed_optimizer,
+)
+from llmtrain.errors import abbreviate
+from llmtrain.system.piece_headers import WEIGHT
+
+MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
+OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)(?:_\d+)?_optim_states\.pt")
+LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+EXPERT = re.compile(r"(layer_\d+_)?expert_\d+_mp_rank_\d+_.*_states\.pt|expp_rank_\d+.*")
+UNIVERSAL = "zero"
+"""Folder of a universal checkpoint with a folder for each parameter."""
+MERGE = "write it as a universal checkpoint (python -m deepspeed.checkpoint.ds_to_universal), and import that"
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether a folder is one of DeepSpeed's, with model states, not the folder around it."""
+    return any(MODEL.fullmatch(path.name) for path in folder.iterdir())
+
+
+def read_deepspeed(folder: Path) -> ForeignState:
+    """Reads a folder with model states. Raises CheckpointError for what is not supported or not complete."""
+    names = sorted(path.name for path in folder.iterdir())
+    if any(EXPERT.match(name) for name in names):
+        fail(folder, "has experts of DeepSpeed-MoE, whose layers no family of transformers has", "import its weights")
+    if "offloaded_tensors" in names:
+        fail(folder, "has optimizer states on NVMe, in the layout of its ranks", MERGE)
+    models = {match[2]: name for name in reversed(names) if (match := MODEL.fullmatch(name))}
+    documents = {stage: read_torch(folder / name) for stage, name in sorted(models.items())}
+    first = next(iter(documents.values()))
+    state = ForeignState(
+        f"DeepSpeed {first.get('ds_version', '(of unknown version)')}", int(plain_number(first.get("global_steps")))
+    )
+    if first.get("mp_world_size", 1) not in (None, 1) and not any(LAYER.fullmatch(name) for name in names):
+        fail(folder, f"is split among {first['mp_world_size']} ranks of a tensor parallel model", MERGE)
+    _read_modules(folder, names, documents, state)
+    if (folder / UNIVERSAL).is_dir():
+        state.program += ", universal checkpoint"
+        _read_universal(folder / UNIVERSAL, state)
+    elif optimizers := [match for name in names if (match := OPTIMIZER.fullmatch(name))]:
+        for stage, document in documents.items():
+            found = sorted((match for match in optimizers if match[2] == stage), key=lambda match: int(match[1]))
+            _read_zero(folder, [folder / match[0] for match in found], document, state)
+    else:
+        _read_unsharded(folder, documents, models, state)
+    state.unread += [
+        what
+        for what, key in (("the state of its schedule", "lr_scheduler"), ("its data sampler", "data_sampler"))
+        if first.get(key)
+    ]
+    return state
+
+
+def _read_modules(folder: Path, names: Sequence[str], documents: Mapping[str, Any], state: ForeignState) -> None:
+    """Reads the weights in the precision of the forward pass, buffers, and frozen weights."""
+    for name in names:
+        if match := LAYER.fullmatch(name):
+            if match[2] not in (None, "00"):
+                fail(folder, "is split among the ranks of a tensor parallel model", MERGE)
+            content = read_torch(folder / name)
+            for key, value in content.items():
+                if isinstance(value, StoredTensor):
+                    state.weights[f"{int(match[1])}.{key}"] = ForeignTensor.of(value)
+    buffers: set[str] = set()
+    for document in documents.values():
+        module = document.get("module")
+        for key, value in module.items() if isinstance(module, dict) else ():
+            if isinstance(value, StoredTensor) and (value.numel or not document.get("param_shapes")):
+                state.weights[key] = ForeignTensor.of(value)
+        buffers |= set(document.get("buffer_names") or ())
+        fragments = document.get("frozen_param_fragments") or {}
+        for key, shape in (document.get("frozen_param_shapes") or {}).items():
+            if key in fragments and fragments[key].numel == math.prod(shape):
+                state.weights[key] = ForeignTensor.of(fragments[key])
+        # At stage 3, what a rank has of a weight is a placeholder.
+    state.buffers = frozenset(buffers)
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """The optimizer's state of one rank: of each flat group, its tensors by kind."""
+
+    flats: list[dict[str, StoredTensor]]
+    updates: list[float]
+    options: list[dict[str, Any]]
+
+
+def _read_zero(folder: Path, files: list[Path], document: Mapping[str, Any], state: ForeignState) -> None:
+    contents = [read_torch(file)["optimizer_state_dict"] for file in files]
+    if not contents:
+        fail(folder, "lacks the optimizer states of some of its stages", "complete the folder")
+    first = contents[0]
+    stage = _stage(first)
+    count = first.get("partition_count")
+    count = max(count) if isinstance(count, list) else count
+    if isinstance(count, int) and count != len(files):
+        fail(folder, f"has the optimizer states of {len(files)} ranks out of {count}", "complete the folder")
+    shapes: list[dict[str, tuple[int, ...]]] = [
+        {name: tuple(shape) for name, shape in group.items()} for group in document.get("param_shapes") or []
+    ]
+    if not shapes:
+        fail(folder, "does not say which weights its optimizer has (no param_shapes)", MERGE)
+    state.program += "" if "ZeRO" in state.program else f", ZeRO {stage}, {len(files)} ranks"
+    if stage == 3:
+        ranks = [_rank_of_stage_3(content) for content in contents]
+        _read_stage_3(folder, ranks, shapes, state)
+        _read_frozen_of_stage_3(folder, state)
+    else:
+        ranks = [_rank_of_stage_2(content) for content in contents]
+        _read_stage_2(folder, ranks, shapes, first.get("param_alignment_paddings"), state)
+
+
+def _stage(content: Mapping[str, Any]) -> int:
+    stage = content.get("zero_stage", 1)
+    return int(stage.arguments[0]) if isinstance(stage, Record) else int(stage)
+
+
+def _rank_of_stage_2(content: Mapping[str, Any]) -> _Rank:
+    base, weights = content["base_optimizer_state"], content["single_partition_of_fp32_groups"]
+    if isinstance(base, list):  # an elastic checkpoint
+        pairs = [(group, {STEP: content.get("base_optimizer_state_step", 0)}) for group in base]
+        pairs = [(group, options) for group, options in pairs]
+    else:
+        numbers = [group["params"][0] for group in base["param_groups"]]
+        pairs = [
+            (base["state"].get(number, {}), options_of(group))
+            for number, group in zip(numbers, base["param_groups"], strict=True)
+        ]
+    return _rank(pairs, weights)
+
+
+def _rank_of_stage_3(content: Mapping[str, Any]) -> _Rank:
+    base, weights = content["optimizer_state_dict"], content["fp32_flat_groups"]
+    pairs = [
+        (base["state"].get(number, {}), options_of(group)) for group in base["param_groups"] for number in group["params"]
+    ]
+    return _rank(pairs, weights)
+
+
+def _rank(pairs: Sequence[tuple[Mapping[str, Any], dict[str, Any]]], weights: Sequence[StoredTensor]) -> _Rank:
+    flats, updates = [], []
+    for (state, options), weight in zip(pairs, weights, strict=True):
+        tensors, steps = split_state(state, options)
+        flats.append({WEIGHT: weight, **tensors})
+        updates.append(steps)
+    return _Rank(flats, updates, [options for _, options in pairs])
+
+
+def _add(
+    state: ForeignState, name: str, shape: tuple[int, ...], kinds: Mapping[str, list[tuple[StoredTensor, int, int]]]
+) -> None:
+    """Adds a weight and its states, each joined from ranges of flat tensors."""
+    tensors = {
+        kind: ForeignTensor(shape, ranges[0][0].dtype if ranges else torch.float32, partial(_joined, ranges, shape))
+        for kind, ranges in kinds.items()
+    }
+    state.weights[name] = tensors.pop(WEIGHT)
+    state.states[name] = tensors
+
+
+def _joined(ranges: Sequence[tuple[StoredTensor, int, int]], shape: tuple[int, ...]) -> Tensor:
+    parts = [stored.read(first, end) for stored, first, end in ranges]
+    return torch.cat(parts or [torch.empty(0)])[: math.prod(shape)].view(shape)
+
+
+def _read_stage_2(
+    folder: Path,
+    ranks: list[_Rank],
+    shapes: list[dict[str, tuple[int, ...]]],
+    paddings: Sequence[Sequence[int]] | None,
+    state: ForeignState,
+) -> None:
+    if len(shapes) != len(ranks[0].flats):
+        fail(folder, f"has {len(shapes)} groups of weights and {len(ranks[0].flats)} of optimizer states")
+    for index, group in enumerate(shapes):
+        kinds = ranks[0].flats[index].keys()
+        # A moment has the padding at the end, which the weights may lack: lengths are those of the moments.
+        widths = [max(tensor.numel for tensor in rank.flats[index].values()) for rank in ranks]
+        starts = [sum(widths[:number]) for number in range(len(widths))]
+        at = 0
+        for position, (name, shape) in enumerate(group.items()):
+            first, end = at, at + math.prod(shape)
+            found: dict[str, list[tuple[StoredTensor, int, int]]] = {}
+            for kind in kinds:
+                pieces = []
+                for rank, start, width in zip(ranks, starts, widths, strict=True):
+                    low, high = max(first, start), min(end, start + width)
+                    if low < high:
+                        pieces.append((rank.flats[index][kind], low - start, high - start))
+                if sum(min(high, tensor.numel) - low for tensor, low, high in pieces) < end - first:
+                    fail(folder, f"holds only a part of '{kind}' of {name}", "complete the folder")
+                found[kind] = pieces
+            _add(state, name, shape, found)
+            state.updates[name] = ranks[0].updates[index]
+            at = end + (paddings[index][position] if paddings else 0)
+        state.groups.append(ForeignGroup(tuple(group), ranks[0].options[index]))
+
+
+def _read_stage_3(folder: Path, ranks: list[_Rank], shapes: list[dict[str, tuple[int, ...]]], state: ForeignState) -> None:
+    bounds = [0]
+    for flat in ranks[0].flats:
+        bounds.append(bounds[-1] + flat[WEIGHT].numel)
+    at = 0
+    # A rank's subgroups, one after the other, hold its range of each weight.
+    group_of: dict[int, list[str]] = {}
+    for name, shape in ((name, shape) for group in shapes for name, shape in group.items()):
+        width = -(-math.prod(shape) // len(ranks))
+        end = at + width
+        overlapping = [index for index in range(len(bounds) - 1) if bounds[index] < end and bounds[index + 1] > at]
+        if end > bounds[-1]:
+            fail(folder, f"holds only a part of {name}", "complete the folder")
+        found: dict[str, list[tuple[StoredTensor, int, int]]] = {}
+        for kind in ranks[0].flats[overlapping[0]] if overlapping else ():
+            found[kind] = [
+                (rank.flats[index][kind], max(at, bounds[index]) - bounds[index], min(end, bounds[index + 1]) - bounds[index])
+                for rank in ranks
+                for index in overlapping
+            ]
+        if found:
+            _add(state, name, shape, found)
+            state.updates[name] = ranks[0].updates[overlapping[0]]
+            group_of.setdefault(overlapping[0], []).append(name)
+        at = end
+    for index, names in group_of.items():
+        state.groups.append(ForeignGroup(tuple(names), ranks[0].options[index]))
+
+
+def _read_frozen_of_stage_3(folder: Path, state: ForeignState) -> None:
+    """Joins frozen weights, of which each rank's model states hold a range."""
+    matches = [match for path in folder.iterdir() if (match := MODEL.fullmatch(path.name)) and match[1]]
+    documents = [read_torch(folder / match[0]) for match in sorted(matches, key=lambda match: int(match[1]))]
+    for name, shape in (documents[0].get("frozen_param_shapes") or {}).items():
+        parts = [document["frozen_param_fragments"][name] for document in documents]
+        ranges = [(part, 0, part.numel) for part in parts]
+        shape = tuple(shape)
+        state.weights[name] = ForeignTensor(shape, parts[0].dtype, partial(_joined, ranges, shape))
+
+
+def _read_universal(folder: Path, state: ForeignState) -> None:
+    for path in sorted(folder.iterdir()):
+        if not path.is_dir():
+            continue
+        tensors: dict[str, ForeignTensor] = {}
+        for file in sorted(path.glob("*.pt")):
+            content = read_torch(file)
+            if file.stem == STEP:
+                state.updates[path.name] = plain_number(content)
+            elif isinstance(content, dict) and isinstance(content.get("param"), StoredTensor):
+                tensors[file.stem] = ForeignTensor.of(content["param"])
+        if "fp32" not in tensors:
+            fail(path, "has no fp32.pt, the weight of its folder", "write the universal checkpoint again")
+        weight = tensors.pop("fp32")
+        shape = state.weights[path.name].shape if path.name in state.weights else weight.shape
+        if math.prod(shape) != math.prod(weight.shape):
+            shape = weight.shape
+        state.weights[path.name] = _viewed(weight, shape)
+        state.states[path.name] = {kind: _viewed(tensor, shape) for kind, tensor in tensors.items()}
+    common = folder / "optimizer_state.pt"
+    if common.is_file():
+        content = read_torch(common)
+        for group in content.get("param_groups", []):
+            state.groups.append(ForeignGroup((), options_of(group)))
+
+
+def _viewed(tensor: ForeignTensor, shape: tuple[int, ...]) -> ForeignTensor:
+    return ForeignTensor(shape, tensor.dtype, lambda: tensor.read().reshape(shape))
+
+
+def _read_unsharded(
+    folder: Path, documents: Mapping[str, Any], models: Mapping[str, str], state: ForeignState
+) -> None:
+    """Reads the torch optimizer that stage 0 leaves whole."""
+    optimizers = {stage: document.get("optimizer") for stage, document in documents.items()}
+    if len(documents) > 1:
+        message = "is a pipeline without ZeRO, whose optimizer states do not name their weights"
+        fail(folder, message, "save it with ZeRO stage 1")
+    for stage, optimizer in optimizers.items():
+        if not isinstance(optimizer, dict):
+            fail(folder, "has no optimizer states", "start from its weights with model.pretrained")
+        if "param_groups" not in optimizer:
+            message = "has optimizer states of DeepSpeed's fp16 or bf16 without ZeRO, which do not name their weights"
+            fail(folder, message, "save it with ZeRO stage 1")
+        state.program += ", ZeRO 0"
+        state.unnamed = unnamed_optimizer(optimizer, str(folder / models[stage]))
+
+
+def named_by_stage(names: Sequence[str]) -> Iterator[tuple[str, int, str]]:
+    """Yields, for names of a `PipelineModule`, each name, the number of its layer and the rest."""
+    for name in names:
+        number, _, rest = name.partition(".")
+        if number.isdigit():
+            yield name, int(number), rest
+
+
+def renamed_pipeline(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Maps names of a `PipelineModule` to those of a model of transformers; {} if these are not such names.
+
+    names, shapes: of the folder. model: shapes of the model's weights. Layers of the pipeline whose weights are those of
+    a decoder layer are the model's layers, in their order; other weights are told apart by their last words and shapes.
+    """
+    numbered = {name: (number, rest) for name, number, rest in named_by_stage(names)}
+    if not numbered:
+        return {}
+    layers: dict[tuple[str, int], set[str]] = {}
+    for name in model:
+        if match := re.fullmatch(r"(.*?)\.(\d+)\.(.+)", name):
+            layers.setdefault((match[1], int(match[2])), set()).add(match[3])
+    found: dict[int, set[str]] = {}
+    for number, rest in numbered.values():
+        found.setdefault(number, set()).add(rest)
+    mapped: dict[str, str] = {}
+    of_model = iter(sorted(layers.items(), key=lambda item: item[0][1]))
+    prefixes = {}
+    for number in sorted(found):
+        matched = next((True for rests in layers.values() if rests <= _trimmed(found[number], rests)), False)
+        if matched:
+            (path, index), rests = next(of_model, ((("", 0)), set()))
+            prefixes[number] = (f"{path}.{index}.", rests)
+    taken: set[str] = set()
+    for name, (number, rest) in numbered.items():
+        if number in prefixes:
+            prefix, rests = prefixes[number]
+            tail = next((one for one in rests if rest == one or rest.endswith(f".{one}")), rest)
+            mapped[name] = prefix + tail
+            taken.add(mapped[name])
+    for name in names:
+        if name in mapped:
+            continue
+        last = name.rsplit(".", 1)[-1]
+        words = set(name.split("."))
+        fitting = [
+            one for one, shape in model.items() if one not in taken and shape == shapes[name] and one.endswith(last)
+        ]
+        closer = [one for one in fitting if words & (set(one.split(".")) - {last, "model"})]
+        if len(closer or fitting) > 1 and numbered.get(name, (0, ""))[0] == min(found, default=0):
+            closer = (closer or fitting)[:1]  # the first layer of a pipeline is the embedding
+        if len(chosen := closer or fitting) == 1:
+            mapped[name] = chosen[0]
+            taken.add(chosen[0])
+    return mapped
+
+
+def _trimmed(found: set[str], rests: set[str]) -> set[str]:
+    """Returns those of `rests` that end a name in `found`."""
+    return {rest for rest in rests if any(name == rest or name.endswith(f".{rest}") for name in found)}
+
+
+def latest_folder(folder: Path) -> Path | None:
+    """Returns the folder that DeepSpeed's `latest` file names, if there is one."""
+    from llmtrain.system.untrusted import UNREADABLE, read_text
+
+    for name in ("latest_universal", "latest"):
+        if (folder / name).is_file():
+            try:
+                tag = read_text(folder / name, 4096).strip()
+            except UNREADABLE:
+                continue
+            if tag and "/" not in tag and tag not in (".", "..") and (folder / tag).is_dir():
+                return folder / tag
+            fail(folder / name, f"names {abbreviate([tag])}, which is no folder here", "name the folder itself")
+    return None
