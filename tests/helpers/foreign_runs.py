@@ -6,6 +6,8 @@ micro-batches is the mean over all target tokens.
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ FIELDS: dict[str, Any] = {"optim.weight_decay": 0.1, "train.max_steps": 40}
 
 def foreign_recipe(**fields: Any) -> Recipe:
     """Returns the recipe of the runs."""
-    return tiny_recipe(**FIELDS, **fields)
+    return tiny_recipe(**{**FIELDS, **fields})
 
 
 def rows(step: int) -> Tensor:
@@ -101,15 +103,17 @@ def _averaged(losses: list[float]) -> float:
     return float(total)
 
 
-def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, fields: dict[str, Any] | None = None) -> list[float]:
-    """Trains with DeepSpeed; returns the losses after the save. `freeze` in fields: freezes the first norm."""
+def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, frozen: str = "") -> list[float]:
+    """Trains with DeepSpeed; returns the losses after the save.
+
+    frozen: name of a weight that is not trained.
+    """
     import deepspeed
 
     recipe = foreign_recipe()
     model = model_of(recipe)
-    for name, weight in model.named_parameters():
-        if fields and name in fields.get("frozen", ()):
-            weight.requires_grad_(False)
+    if frozen:
+        model.get_parameter(frozen).requires_grad_(False)
     optimizer = adamw_of(model, recipe)
     config = {
         "train_batch_size": GLOBAL_BATCH,
@@ -133,3 +137,237 @@ def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, fields: dict[
             seen.append(loss.item())
         losses.append(_averaged(seen))
     return losses[SAVED:]
+
+
+
+class _Tied(nn.Module):
+    """An embedding that is also the head."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach().clone())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return nn.functional.linear(hidden, self.weight)
+
+
+class _Decoder(nn.Module):
+    """A decoder layer as a layer of a pipeline, with its own rotary embedding, which has no weights."""
+
+    def __init__(self, layer: nn.Module, rotary: nn.Module) -> None:
+        super().__init__()
+        self.block, self.rotary = layer, rotary
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        positions = torch.arange(hidden.shape[1])[None]
+        out = self.block(hidden, position_embeddings=self.rotary(hidden, positions), position_ids=positions)
+        return out[0] if isinstance(out, tuple) else out
+
+
+def pipeline_run(rank: int, folder: Path, stages: int, ranks: int, zero: int, tied: bool) -> list[float]:
+    """Trains a pipeline of DeepSpeed's; returns the losses after the save."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
+
+    recipe = foreign_recipe(**({} if tied else {"model.config.tie_word_embeddings": False}))
+    whole = model_of(recipe)
+    inner = whole.model
+
+    first, last = inner.embed_tokens, whole.lm_head
+    if tied:
+        first = TiedLayerSpec("embed", _Tied, inner.embed_tokens.weight)
+        last = TiedLayerSpec("embed", _Tied, inner.embed_tokens.weight, forward_fn=_Tied.logits)
+    layers = [first, *(_Decoder(layer, inner.rotary_emb) for layer in inner.layers), inner.norm, last]
+    module = PipelineModule(layers, num_stages=stages, loss_fn=loss_of_logits, partition_method="uniform")
+    optimizer = adamw_of(module, recipe)
+    config = {
+        "train_batch_size": GLOBAL_BATCH,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": recipe.optim.clip_grad_norm,
+        "zero_optimization": {"stage": zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, _, _, _ = deepspeed.initialize(
+        model=module, optimizer=optimizer, lr_scheduler=lambda inner: schedule_of(inner, recipe), config=config
+    )
+    shared, losses = ranks // stages, []
+    for step in range(SAVED + NEXT):
+        if step == SAVED:
+            engine.save_checkpoint(str(folder))
+        mine = parts(step, rank % shared if shared > 1 else 0, shared)
+        losses.append(float(engine.train_batch(iter([(part[:, :-1], part[:, 1:]) for part in mine]))))
+    return losses[SAVED:]
+
+
+class _Rows(torch.utils.data.Dataset):
+    """All rows of a run, in the order of its steps."""
+
+    def __len__(self) -> int:
+        return (SAVED + NEXT) * GLOBAL_BATCH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = rows(index // GLOBAL_BATCH)[index % GLOBAL_BATCH]
+        return {"input_ids": row[:-1], "wanted": row[1:]}
+
+
+def trainer_run(rank: int, folder: Path, ranks: int, how: str) -> list[float]:
+    """Trains with the Trainer; returns the losses after the save. how: `plain`, or `deepspeed` and a stage."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    recipe = foreign_recipe()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    options: dict[str, Any] = {}
+    if how.startswith("deepspeed"):
+        options["deepspeed"] = {
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "zero_optimization": {"stage": int(how[-1])},
+            "zero_allow_untested_optimizer": True,
+        }
+    optim = recipe.optim
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=GLOBAL_BATCH // (2 * ranks),
+        max_steps=SAVED + NEXT,
+        save_steps=SAVED,
+        save_total_limit=None,
+        logging_steps=1,
+        learning_rate=optim.lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_epsilon=optim.eps,
+        max_grad_norm=optim.clip_grad_norm,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        **options,
+    )
+
+    class Ordered(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = schedule_of(optimizer or self.optimizer, recipe)
+            return self.lr_scheduler
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+            wanted = inputs.pop("wanted")
+            loss = loss_of_logits(model(**inputs, use_cache=False).logits, wanted)
+            losses.setdefault(self.state.global_step, []).append(loss.item())
+            return loss
+
+    losses: dict[int, list[float]] = {}
+
+    class SaveOnce(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = state.global_step == SAVED
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = False
+
+    trainer = Ordered(
+        model=model_of(recipe),
+        args=arguments,
+        train_dataset=_Rows(),
+        callbacks=[SaveOnce()],
+        data_collator=lambda items: {name: torch.stack([item[name] for item in items]) for name in items[0]},
+    )
+    trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    return [_averaged(losses[step]) for step in range(SAVED, SAVED + NEXT)]
+
+
+def fsdp2_run(rank: int, folder: Path, ranks: int, kind: str) -> list[float]:
+    """Trains a loop with FSDP2, which saves with torch.distributed.checkpoint; returns the losses after the save.
+
+    kind: `nested` saves {"model", "optimizer"}; `flat` saves the model's weights beside the rest, as torchtitan does;
+    `folders` saves both apart, as Accelerate and the Trainer do (accelerate/utils/fsdp_utils.py).
+    """
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    recipe = foreign_recipe()
+    model = model_of(recipe)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = adamw_of(model, recipe)
+    scheduler = schedule_of(optimizer, recipe)
+    losses = []
+    for step in range(SAVED + NEXT):
+        if step == SAVED:
+            weights, states = get_state_dict(model, optimizer)
+            if kind == "folders":
+                checkpoint.save({"model": weights}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"))
+                checkpoint.save({"optimizer": states}, checkpoint_id=str(folder / "optimizer_0"))
+            saved = {"model": weights} if kind == "nested" else dict(weights)
+            saved |= {"optimizer": states, "lr_scheduler": scheduler.state_dict()}
+            saved["train_state"] = {"step": torch.tensor(step)}
+            if kind != "folders":
+                checkpoint.save(saved, checkpoint_id=str(folder))
+        seen = []
+        mine = parts(step, rank, ranks)
+        for part in mine:
+            loss = loss_of(model, part)
+            (loss / len(mine)).backward()
+            seen.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optim.clip_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(_averaged(seen))
+    return losses[SAVED:]
+
+
+def accelerate_run(rank: int, folder: Path, ranks: int) -> list[float]:
+    """Trains a loop of Accelerate, which saves with `save_state`; returns the losses after the save."""
+    from accelerate import Accelerator
+
+    recipe = foreign_recipe()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    accelerator = Accelerator(cpu=True)
+    plain = model_of(recipe)
+    model, optimizer = accelerator.prepare(plain, adamw_of(plain, recipe))
+    scheduler = schedule_of(optimizer.optimizer, recipe)
+    accelerator.register_for_checkpointing(scheduler)
+    losses = []
+    for step in range(SAVED + NEXT):
+        if step == SAVED:
+            accelerator.save_state(str(folder))
+        seen = []
+        mine = parts(step, rank, ranks)
+        for part in mine:
+            loss = loss_of(model, part)
+            accelerator.backward(loss / len(mine))
+            seen.append(loss.item())
+        accelerator.clip_grad_norm_(model.parameters(), recipe.optim.clip_grad_norm)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(_averaged(seen))
+    return losses[SAVED:]
+
+
+def main() -> None:
+    """Runs a function of this module on the rank that torchrun gives, with another version of a library."""
+    name, folder, *numbers = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    losses = globals()[name](rank, Path(folder), *map(int, numbers))
+    if rank == 0:
+        Path(folder, "losses.json").write_text(json.dumps(losses))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,7 +7,7 @@ from pathlib import Path
 from llmtrain.checkpoint.foreign.distributed import is_distributed, read_distributed
 from llmtrain.checkpoint.foreign.pickles import fail
 from llmtrain.checkpoint.foreign.plain import TRAINER_STATE, is_plain, read_plain, steps_of_trainer, unread_files
-from llmtrain.checkpoint.foreign.state import ForeignState
+from llmtrain.checkpoint.foreign.state import ForeignState, align_states
 from llmtrain.checkpoint.foreign.zero import is_deepspeed, latest_folder, read_deepspeed
 from llmtrain.checkpoint.manifest import manifest_files
 from llmtrain.system.untrusted import UNREADABLE, file_fault
@@ -24,6 +24,12 @@ def read_foreign(folder: Path) -> ForeignState:
 
     Raises CheckpointError for a folder of an unknown kind, or that is not complete, and for pickles that would run code.
     """
+    state = _read(folder)
+    align_states(state)
+    return state
+
+
+def _read(folder: Path) -> ForeignState:
     try:
         names = {path.name for path in folder.iterdir()}
     except UNREADABLE as error:

@@ -210,7 +210,7 @@ def _describe(
         result.taken.append(f"position in the data: {samples:,} sequences of this recipe, as --samples says")
     else:
         result.absent.append("position in the data: training begins with this recipe's first sequence (--samples N)")
-    result.absent.append("random states: they are seeded by the recipe")
+    result.absent.append("random states: not read; they are seeded by the recipe")
     if recipe.parallel.precision == "fp16":
         result.absent.append("loss scale: it begins as that of a new run")
     if recipe.model.omits_base_weights:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from llmtrain.checkpoint.foreign.state import ForeignGroup, ForeignState, ForeignTensor, UnnamedOptimizer, unwrapped
-from llmtrain.checkpoint.foreign.zero import renamed_pipeline
+from llmtrain.checkpoint.foreign.state import (
+    PREFIXES,
+    ForeignGroup,
+    ForeignState,
+    ForeignTensor,
+    UnnamedOptimizer,
+    unwrapped,
+)
 from llmtrain.errors import CheckpointError, Problem, abbreviate
 from llmtrain.models.hub_names import WeightImporter, aliases
 
-PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.", "_model.")
-"""What may stand before all names of a folder."""
 UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_", re.IGNORECASE)
 """What the Trainer does not decay, by name."""
 
@@ -56,9 +61,9 @@ class Names:
         names = {name: new.removeprefix(best) for name, new in names.items()}
         shapes = {new: self._state.weights[old].shape for old, new in names.items()}
         parameters = {name: self.shapes[name] for name in self.parameters}
-        layers = renamed_pipeline(list(names.values()), shapes, parameters)
+        layers = _of_pipeline(list(names.values()), shapes, parameters)
         names = {name: layers.get(new, new) for name, new in names.items()}
-        twice = sorted({new for new in names.values() if sum(other == new for other in names.values()) > 1})
+        twice = sorted(name for name, count in Counter(names.values()).items() if count > 1)
         if twice:
             message = f"has several weights for {len(twice)} of the model's, such as {abbreviate(twice)}"
             raise CheckpointError(Problem("import.names", folder, message, RENAME))
@@ -109,6 +114,45 @@ class Names:
                 yield name, stored
 
 
+def _of_pipeline(
+    names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]
+) -> dict[str, str]:
+    """Maps names of DeepSpeed's `PipelineModule`, which numbers its layers, to those of a model; {} for other names.
+
+    shapes: of the folder's weights. model: shapes of the model's. Layers of the pipeline that have the weights of a
+    decoder layer are those of the model, in their order. Of the others, those before them are the embedding, those after
+    them norm and head: of a shape that several of the model's have, the first or the last.
+    """
+    numbers = {name: int(name.split(".")[0]) for name in names if name.split(".")[0].isdigit()}
+    if not numbers:
+        return {}
+    layers: dict[str, list[str]] = {}
+    for name in model:
+        if match := re.fullmatch(r"(.*?\.\d+\.)(.+)", name):
+            layers.setdefault(match[1], []).append(match[2])
+    left = list(layers.items())
+    mapped: dict[str, str] = {}
+    first = None
+    for number in sorted(set(numbers.values())):
+        own = [name for name in names if numbers.get(name) == number]
+        prefix, rests = left[0] if left else ("", [])
+        found = {rest: name for rest in rests for name in own if name.endswith(f".{rest}")}
+        if rests and len(found) == len(rests):
+            mapped |= {name: prefix + rest for rest, name in found.items()}
+            first = number if first is None else first
+            del left[0]
+    for name in sorted(set(names) - mapped.keys(), key=lambda name: numbers.get(name, -1)):
+        last_word = name.rsplit(".", 1)[-1]
+        fitting = [
+            one
+            for one, shape in model.items()
+            if one not in mapped.values() and shape == shapes[name] and one.endswith(last_word)
+        ]
+        if fitting:
+            mapped[name] = fitting[0] if numbers.get(name, -1) < (first or 0) else fitting[-1]
+    return mapped
+
+
 RENAME = "use the recipe of this model, or map names with --rename 'PATTERN=REPLACEMENT' (regular expressions)"
 
 
@@ -153,8 +197,7 @@ def name_states(state: ForeignState, names: Names, trained: Sequence[str], folde
 def _orders(trained: Sequence[str], shapes: Mapping[str, tuple[int, ...]], count: int) -> Iterator[list[list[str]]]:
     """Yields the usual divisions of weights into a number of groups."""
     if count == 1:
-        yield list(trained)[:0] and [] or [list(trained)]
-        return
+        yield [list(trained)]
     for is_decayed in (lambda name: not UNDECAYED.search(name), lambda name: len(shapes[name]) >= 2):
         decayed = [name for name in trained if is_decayed(name)]
         others = [name for name in trained if not is_decayed(name)]

@@ -48,6 +48,7 @@ DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.valu
 RECORDS = frozenset(
     {
         "argparse.Namespace",
+        *(f"{module}.PosixPath" for module in ("pathlib", "pathlib._local")),
         "_codecs.encode",
         "numpy.dtype",
         "torch.device",
@@ -228,8 +229,9 @@ class _Unpickler(pickle.Unpickler):
         self._made: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
+        module = {"__builtin__": "builtins"}.get(module, module)  # its name in protocol 2
         full = f"{module}.{name}"
-        if full in ("collections.OrderedDict", "torch.Size", "builtins.set", "__builtin__.set"):
+        if full in ("collections.OrderedDict", "torch.Size", "builtins.set"):
             return {"OrderedDict": OrderedDict, "Size": tuple, "set": set}[name]
         if module in ("torch", "torch.storage"):
             if name in DTYPES:

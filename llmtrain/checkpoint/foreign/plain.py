@@ -73,11 +73,9 @@ def steps_of_trainer(folder: Path) -> int | None:
 
 
 def unread_files(folder: Path) -> list[str]:
-    """Returns what an import leaves out, of the files of the Trainer and of Accelerate."""
+    """Returns what an import leaves out, of the files of the Trainer and of Accelerate, besides random states."""
     kinds = {
         "scheduler": "the state of its schedule",
-        "random_states": "random states",
-        "rng_state": "random states",
         "sampler": "its data sampler",
         "dl_state": "its data loader",
         "scaler": "the loss scale",

@@ -13,6 +13,8 @@ from llmtrain.checkpoint.foreign.pickles import Record, StoredTensor
 
 STEP = "step"
 """Torch's key for the number of updates that an optimizer has counted."""
+PREFIXES = ("", "model.", "module.", "state_dict.", "app.model.", "_model.")
+"""What may stand before all names of weights in a folder."""
 WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 """Parts of names that DDP, torch.compile, FSDP and recomputation add."""
 
@@ -109,3 +111,16 @@ def unnamed_optimizer(optimizer: Mapping[str, Any], file: str) -> UnnamedOptimiz
         for number in numbers:
             states[number], updates[number] = split_state(optimizer["state"].get(number, {}), options)
     return UnnamedOptimizer(groups, states, updates, file)
+
+
+def align_states(state: ForeignState) -> None:
+    """Gives states of the optimizer the names of their weights, where only prefixes or wrappers differ."""
+    weights = {unwrapped(name): name for name in state.weights}
+
+    def aligned(name: str) -> str:
+        plain = unwrapped(name)
+        return next((weights[prefix + plain] for prefix in PREFIXES if prefix + plain in weights), name)
+
+    state.states = {aligned(name): tensors for name, tensors in state.states.items()}
+    state.updates = {aligned(name): count for name, count in state.updates.items()}
+    state.groups = [ForeignGroup(tuple(map(aligned, group.names)), group.options) for group in state.groups]

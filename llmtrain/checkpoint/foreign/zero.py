@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,7 @@ def read_deepspeed(folder: Path) -> ForeignState:
         for stage, document in documents.items():
             found = sorted((match for match in optimizers if match[2] == stage), key=lambda match: int(match[1]))
             _read_zero(folder, [folder / match[0] for match in found], document, state)
+        _drop_copies_of_tied(state)
     else:
         _read_unsharded(folder, documents, models, state)
     state.unread += [
@@ -101,6 +102,15 @@ def _read_modules(folder: Path, names: Sequence[str], documents: Mapping[str, An
                 state.weights[key] = ForeignTensor.of(fragments[key])
         # At stage 3, what a rank has of a weight is a placeholder.
     state.buffers = frozenset(buffers)
+
+
+def _drop_copies_of_tied(state: ForeignState) -> None:
+    """Drops what the files of a pipeline's layers hold of tied weights, which have names of their own."""
+    tied = {tensor.shape for name, tensor in state.weights.items() if name.startswith("tied_modules.")}
+    copies = [name for name, tensor in state.weights.items() if name not in state.states and tensor.shape in tied]
+    for name in copies:
+        if name.split(".")[0].isdigit():
+            del state.weights[name]
 
 
 @dataclass(frozen=True)
@@ -146,7 +156,6 @@ def _rank_of_stage_2(content: Mapping[str, Any]) -> _Rank:
     base, weights = content["base_optimizer_state"], content["single_partition_of_fp32_groups"]
     if isinstance(base, list):  # an elastic checkpoint
         pairs = [(group, {STEP: content.get("base_optimizer_state_step", 0)}) for group in base]
-        pairs = [(group, options) for group, options in pairs]
     else:
         numbers = [group["params"][0] for group in base["param_groups"]]
         pairs = [
@@ -309,67 +318,6 @@ def _read_unsharded(
             fail(folder, message, "save it with ZeRO stage 1")
         state.program += ", ZeRO 0"
         state.unnamed = unnamed_optimizer(optimizer, str(folder / models[stage]))
-
-
-def named_by_stage(names: Sequence[str]) -> Iterator[tuple[str, int, str]]:
-    """Yields, for names of a `PipelineModule`, each name, the number of its layer and the rest."""
-    for name in names:
-        number, _, rest = name.partition(".")
-        if number.isdigit():
-            yield name, int(number), rest
-
-
-def renamed_pipeline(names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], model: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Maps names of a `PipelineModule` to those of a model of transformers; {} if these are not such names.
-
-    names, shapes: of the folder. model: shapes of the model's weights. Layers of the pipeline whose weights are those of
-    a decoder layer are the model's layers, in their order; other weights are told apart by their last words and shapes.
-    """
-    numbered = {name: (number, rest) for name, number, rest in named_by_stage(names)}
-    if not numbered:
-        return {}
-    layers: dict[tuple[str, int], set[str]] = {}
-    for name in model:
-        if match := re.fullmatch(r"(.*?)\.(\d+)\.(.+)", name):
-            layers.setdefault((match[1], int(match[2])), set()).add(match[3])
-    found: dict[int, set[str]] = {}
-    for number, rest in numbered.values():
-        found.setdefault(number, set()).add(rest)
-    mapped: dict[str, str] = {}
-    of_model = iter(sorted(layers.items(), key=lambda item: item[0][1]))
-    prefixes = {}
-    for number in sorted(found):
-        matched = next((True for rests in layers.values() if rests <= _trimmed(found[number], rests)), False)
-        if matched:
-            (path, index), rests = next(of_model, ((("", 0)), set()))
-            prefixes[number] = (f"{path}.{index}.", rests)
-    taken: set[str] = set()
-    for name, (number, rest) in numbered.items():
-        if number in prefixes:
-            prefix, rests = prefixes[number]
-            tail = next((one for one in rests if rest == one or rest.endswith(f".{one}")), rest)
-            mapped[name] = prefix + tail
-            taken.add(mapped[name])
-    for name in names:
-        if name in mapped:
-            continue
-        last = name.rsplit(".", 1)[-1]
-        words = set(name.split("."))
-        fitting = [
-            one for one, shape in model.items() if one not in taken and shape == shapes[name] and one.endswith(last)
-        ]
-        closer = [one for one in fitting if words & (set(one.split(".")) - {last, "model"})]
-        if len(closer or fitting) > 1 and numbered.get(name, (0, ""))[0] == min(found, default=0):
-            closer = (closer or fitting)[:1]  # the first layer of a pipeline is the embedding
-        if len(chosen := closer or fitting) == 1:
-            mapped[name] = chosen[0]
-            taken.add(chosen[0])
-    return mapped
-
-
-def _trimmed(found: set[str], rests: set[str]) -> set[str]:
-    """Returns those of `rests` that end a name in `found`."""
-    return {rest for rest in rests if any(name == rest or name.endswith(f".{rest}") for name in found)}
 
 
 def latest_folder(folder: Path) -> Path | None:
