@@ -18,9 +18,11 @@ import torch
 
 from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import read_state
+from llmtrain.checkpoint.foreign.exported import export_state
 from llmtrain.checkpoint.foreign.imported import import_checkpoint
 from llmtrain.checkpoint.foreign.pickles import StoredTensor, read_pickle, read_torch
 from llmtrain.checkpoint.state import load
+from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.run_dir import RunDir
 from tests.helpers import foreign_runs
@@ -94,6 +96,23 @@ def test_runs_of_other_programs_continue_under_other_plans(tmp_path):
     _compare(theirs, {name: tmp_path / name for name in RUNS}, tmp_path, {name: run[2] for name, run in RUNS.items()})
 
 
+def _load_each(rank: int, folder: Path) -> dict[str, list[float]]:
+    return {
+        **{f"stage {stage}": foreign_runs.deepspeed_run(rank, folder / "universal", stage, 2, True) for stage in (1, 3)},
+        "fsdp2": foreign_runs.fsdp2_run(rank, folder / "dcp", 2, "loaded"),
+    }
+
+
+@pytest.mark.slow
+def test_other_programs_continue_from_an_export(tmp_path):
+    theirs = run_ranks(2, foreign_runs.deepspeed_run, tmp_path / "begun", 2, 2)[0]
+    done = _imported(tmp_path / "begun", tmp_path)
+    export_state(done.checkpoint, tmp_path / "universal", "deepspeed-universal")
+    export_state(done.checkpoint, tmp_path / "dcp", "dcp")
+    for name, losses in run_ranks(2, _load_each, tmp_path)[0].items():
+        assert losses == pytest.approx(theirs, rel=CLOSE), name
+
+
 @pytest.mark.slow
 def test_runs_of_the_trainer_continue(tmp_path):
     theirs, folders = {}, {}
@@ -156,6 +175,22 @@ def test_an_import_says_what_it_took_what_differs_and_what_is_absent(saved_by_ac
     assert read_state(done.checkpoint).data == ""
     with pytest.raises(RecipeError, match="holds a run"):
         _imported(saved_by_accelerate, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["deepspeed-universal", "dcp"])
+def test_an_export_of_the_state_is_imported_bit_for_bit(form, saved_by_accelerate, tmp_path):
+    done = _imported(saved_by_accelerate, tmp_path)
+    export_state(done.checkpoint, tmp_path / "out", form)
+    again = import_checkpoint(tmp_path / "out", plan_of(foreign_recipe(), 1), RunDir(tmp_path / "again"))
+    assert (again.step, again.different) == (2, [])
+    ours, theirs = CheckpointReader(done.checkpoint), CheckpointReader(again.checkpoint)
+    assert ours.shards.keys() == theirs.shards.keys()
+    for name, shards in ours.shards.items():
+        assert shards[0].steps == theirs.shards[name][0].steps == 2
+        for kind in shards[0].kinds:
+            assert torch.equal(ours.whole(name, kind), theirs.whole(name, kind)), (name, kind)
+    with pytest.raises(CheckpointError, match="not empty"):
+        export_state(done.checkpoint, tmp_path / "out", form)
 
 
 def test_weights_that_do_not_fit_are_named_before_anything_is_written(saved_by_accelerate, tmp_path):

@@ -103,17 +103,15 @@ def _averaged(losses: list[float]) -> float:
     return float(total)
 
 
-def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, frozen: str = "") -> list[float]:
+def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, goes_on: bool = False) -> list[float]:
     """Trains with DeepSpeed; returns the losses after the save.
 
-    frozen: name of a weight that is not trained.
+    goes_on: whether to load a universal checkpoint from the folder instead of beginning and saving.
     """
     import deepspeed
 
     recipe = foreign_recipe()
     model = model_of(recipe)
-    if frozen:
-        model.get_parameter(frozen).requires_grad_(False)
     optimizer = adamw_of(model, recipe)
     config = {
         "train_batch_size": GLOBAL_BATCH,
@@ -121,13 +119,16 @@ def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, frozen: str =
         "gradient_clipping": recipe.optim.clip_grad_norm,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100, "sub_group_size": 20_000},
         "zero_allow_untested_optimizer": True,
+        "checkpoint": {"load_universal": goes_on},
     }
     engine, _, _, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=lambda inner: schedule_of(inner, recipe), config=config
     )
+    if goes_on:
+        engine.load_checkpoint(str(folder))
     losses = []
-    for step in range(SAVED + NEXT):
-        if step == SAVED:
+    for step in range(SAVED if goes_on else 0, SAVED + NEXT):
+        if step == SAVED and not goes_on:
             engine.save_checkpoint(str(folder))
         seen = []
         for part in parts(step, rank, ranks):
@@ -290,10 +291,11 @@ def fsdp2_run(rank: int, folder: Path, ranks: int, kind: str) -> list[float]:
     """Trains a loop with FSDP2, which saves with torch.distributed.checkpoint; returns the losses after the save.
 
     kind: `nested` saves {"model", "optimizer"}; `flat` saves the model's weights beside the rest, as torchtitan does;
-    `folders` saves both apart, as Accelerate and the Trainer do (accelerate/utils/fsdp_utils.py).
+    `folders` saves both apart, as Accelerate and the Trainer do (accelerate/utils/fsdp_utils.py); `loaded` loads the
+    folder instead of beginning and saving.
     """
     from torch.distributed import checkpoint
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -306,8 +308,15 @@ def fsdp2_run(rank: int, folder: Path, ranks: int, kind: str) -> list[float]:
     optimizer = adamw_of(model, recipe)
     scheduler = schedule_of(optimizer, recipe)
     losses = []
-    for step in range(SAVED + NEXT):
-        if step == SAVED:
+    if kind == "loaded":
+        weights, states = get_state_dict(model, optimizer)
+        loaded = {"model": weights, "optimizer": states, "train_state": {"step": torch.tensor(0)}}
+        planner = checkpoint.DefaultLoadPlanner(allow_partial_load=True)  # options of torch that are not set here
+        checkpoint.load(loaded, checkpoint_id=str(folder), planner=planner)
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+        scheduler.last_epoch = int(loaded["train_state"]["step"])
+    for step in range(SAVED if kind == "loaded" else 0, SAVED + NEXT):
+        if step == SAVED and kind != "loaded":
             weights, states = get_state_dict(model, optimizer)
             if kind == "folders":
                 checkpoint.save({"model": weights}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"))
@@ -328,7 +337,7 @@ def fsdp2_run(rank: int, folder: Path, ranks: int, kind: str) -> list[float]:
         scheduler.step()
         optimizer.zero_grad()
         losses.append(_averaged(seen))
-    return losses[SAVED:]
+    return losses[-NEXT:]
 
 
 def accelerate_run(rank: int, folder: Path, ranks: int) -> list[float]:
