@@ -1,6 +1,6 @@
-"""`llmtrain checkpoint`: lists, verifies and converts checkpoints.
+"""`llmtrain checkpoint`: lists, verifies, converts and imports checkpoints.
 
-As in `cli`, a command imports what it needs only when it runs. Only conversion loads torch.
+As in `cli`, a command imports what it needs only when it runs. Only conversion and import load torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.folder import FoundCheckpoint
     from llmtrain.recipe.cluster import Cluster
 
-app = typer.Typer(help="List, verify and convert the checkpoints of a run.", no_args_is_help=True)
+app = typer.Typer(
+    help="List, verify and convert the checkpoints of a run, and import those of other programs.", no_args_is_help=True
+)
 
 PathArgument = Annotated[
     Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory, its checkpoints/, or one checkpoint.")
@@ -150,8 +152,8 @@ def import_foreign(
 ) -> None:
     """Begin a run with the training state of another program: weights, optimizer states and step.
 
-    Reads DeepSpeed's folders (ZeRO 0 to 3, pipelines, universal checkpoints), checkpoint-N of the Trainer, save_state of
-    Accelerate, and torch.distributed.checkpoint. Runs nothing that a pickle names. `llmtrain train RECIPE` continues.
+    Reads DeepSpeed's folders (ZeRO 0 to 3, pipelines, universal checkpoints), checkpoint-N of the Trainer, save_state
+    of Accelerate, and torch.distributed.checkpoint. Runs nothing that a pickle names. `llmtrain train` continues.
     """
     interrupt_on_sigterm()
     from llmtrain.plan.load import load_recipe
@@ -163,7 +165,9 @@ def import_foreign(
     for text in rename:
         pattern, equals, replacement = text.partition("=")
         if not equals or not pattern:
-            problem = Problem("import.rename", "--rename", f"'{text}' is not PATTERN=REPLACEMENT", "--rename '^net\\.=model.'")
+            problem = Problem(
+                "import.rename", "--rename", f"'{text}' is not PATTERN=REPLACEMENT", "--rename '^net\\.=model.'"
+            )
             raise RecipeError(problem)
         renames.append((pattern, replacement))
     declared, written_for = load_recipe(recipe, assignments)

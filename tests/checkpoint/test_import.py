@@ -98,7 +98,9 @@ def test_runs_of_other_programs_continue_under_other_plans(tmp_path):
 
 def _load_each(rank: int, folder: Path) -> dict[str, list[float]]:
     return {
-        **{f"stage {stage}": foreign_runs.deepspeed_run(rank, folder / "universal", stage, 2, True) for stage in (1, 3)},
+        **{
+            f"stage {stage}": foreign_runs.deepspeed_run(rank, folder / "universal", stage, 2, True) for stage in (1, 3)
+        },
         "fsdp2": foreign_runs.fsdp2_run(rank, folder / "dcp", 2, "loaded"),
     }
 
@@ -202,7 +204,7 @@ def test_weights_that_do_not_fit_are_named_before_anything_is_written(saved_by_a
     assert "9 tensors that the recipe's model does not have: model.layers.1." in str(raised.value)
     with pytest.raises(CheckpointError, match=re.escape("up_proj.weight [128, 64], not [96, 64]")):
         _imported(saved_by_accelerate, tmp_path, {"model.config.intermediate_size": 96})
-    with pytest.raises(CheckpointError, match="lacks 'momentum_buffer'.*it has exp_avg, exp_avg_sq"):
+    with pytest.raises(CheckpointError, match=r"lacks 'momentum_buffer'.*it has exp_avg, exp_avg_sq"):
         _imported(saved_by_accelerate, tmp_path, {"optim.name": "sgd"})
     with pytest.raises(RecipeError, match="keeps states of its own form"):
         _imported(saved_by_accelerate, tmp_path, {"optim.name": "muon"})

@@ -34,15 +34,17 @@ def rows(step: int) -> Tensor:
     """Returns the tokens of a step: one more than a row is long."""
     generator = torch.Generator().manual_seed(500 + step)
     shape = (GLOBAL_BATCH, T + 1)
-    return torch.randint(0, VOCAB, shape, generator=generator) * torch.randint(0, VOCAB, shape, generator=generator) // VOCAB
+    return (
+        torch.randint(0, VOCAB, shape, generator=generator)
+        * torch.randint(0, VOCAB, shape, generator=generator)
+        // VOCAB
+    )
 
 
 def batch_of(step: int, micro: int, accumulation: int, rank: int, ranks: int) -> StepBatch:
     """Returns a rank's part of a step, for an engine here."""
     positions = torch.arange(T)[None]
-    samples = [
-        MicroBatch(input_ids=row[None, :-1], position_ids=positions, labels=row[None, 1:]) for row in rows(step)
-    ]
+    samples = [MicroBatch(input_ids=row[None, :-1], position_ids=positions, labels=row[None, 1:]) for row in rows(step)]
     return part_of(samples, step, micro, accumulation, rank, ranks)
 
 
@@ -126,6 +128,10 @@ def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, goes_on: bool
     )
     if goes_on:
         engine.load_checkpoint(str(folder))
+        for (
+            state
+        ) in engine.optimizer.optimizer.state.values():  # stage 3 gives all groups one tensor, which each adds to
+            state["step"] = state["step"].clone()
     losses = []
     for step in range(SAVED if goes_on else 0, SAVED + NEXT):
         if step == SAVED and not goes_on:
@@ -137,8 +143,7 @@ def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, goes_on: bool
             engine.step()
             seen.append(loss.item())
         losses.append(_averaged(seen))
-    return losses[SAVED:]
-
+    return losses[-NEXT:]
 
 
 class _Tied(nn.Module):
@@ -201,7 +206,7 @@ def pipeline_run(rank: int, folder: Path, stages: int, ranks: int, zero: int, ti
             engine.save_checkpoint(str(folder))
         mine = parts(step, rank % shared if shared > 1 else 0, shared)
         losses.append(float(engine.train_batch(iter([(part[:, :-1], part[:, 1:]) for part in mine]))))
-    return losses[SAVED:]
+    return losses[-NEXT:]
 
 
 class _Rows(torch.utils.data.Dataset):
@@ -366,7 +371,7 @@ def accelerate_run(rank: int, folder: Path, ranks: int) -> list[float]:
         scheduler.step()
         optimizer.zero_grad()
         losses.append(_averaged(seen))
-    return losses[SAVED:]
+    return losses[-NEXT:]
 
 
 def main() -> None:

@@ -12,9 +12,7 @@ from llmtrain.checkpoint.foreign.zero import is_deepspeed, latest_folder, read_d
 from llmtrain.checkpoint.manifest import manifest_files
 from llmtrain.system.untrusted import UNREADABLE, file_fault
 
-READ = (
-    "a folder of DeepSpeed, checkpoint-N of the Trainer, save_state of Accelerate, or torch.distributed.checkpoint"
-)
+READ = "a folder of DeepSpeed, checkpoint-N of the Trainer, save_state of Accelerate, or torch.distributed.checkpoint"
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of Accelerate with FSDP."""
 
@@ -22,7 +20,7 @@ FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 def read_foreign(folder: Path) -> ForeignState:
     """Reads the state in a folder of another program; of its tensors, only what describes them.
 
-    Raises CheckpointError for a folder of an unknown kind, or that is not complete, and for pickles that would run code.
+    Raises CheckpointError for a folder that is of no known kind or not complete, and for pickles that would run code.
     """
     state = _read(folder)
     align_states(state)

@@ -18,7 +18,9 @@ from llmtrain.checkpoint.foreign.state import STEP, ForeignGroup, ForeignState, 
 from llmtrain.engines.state.shards import Chunk, WeightSlice
 
 METADATA = ".metadata"
-STATE = re.compile(r"(?:.*\.)?(?:optimizer|optim|optimizers?_\d+)\.state\.(.+)\.([A-Za-z0-9_]+)|state\.(.+)\.([A-Za-z0-9_]+)")
+STATE = re.compile(
+    r"(?:.*\.)?(?:optimizer|optim|optimizers?_\d+)\.state\.(.+)\.([A-Za-z0-9_]+)|state\.(.+)\.([A-Za-z0-9_]+)"
+)
 GROUP = re.compile(
     r"(?:.*\.)?(?:optimizer|optim|optimizers?_\d+)\.param_groups\.(.+)\.([A-Za-z0-9_]+)|param_groups\.(.+)\.([A-Za-z0-9_]+)"
 )
@@ -75,7 +77,9 @@ def read_distributed(folder: Path, others: Iterable[Path] = ()) -> ForeignState:
                 state.updates[weight] = plain_number(item.read())
         elif GROUP.fullmatch(name):
             value = item.read()
-            _add_option(options, name, value.scalar() if isinstance(value, StoredTensor) and value.numel == 1 else value)
+            _add_option(
+                options, name, value.scalar() if isinstance(value, StoredTensor) and value.numel == 1 else value
+            )
         elif name in STEPS:
             state.step = int(plain_number(item.read()))
         else:
@@ -133,7 +137,9 @@ def _read_metadata(folder: Path, tensors: dict[str, ForeignTensor], objects: dic
 
 def _dtype(properties: Record) -> torch.dtype:
     values = [*properties.arguments, *properties.attributes.values()]
-    found = [value.dtype for value in values if isinstance(getattr(value, "dtype", None), torch.dtype)]
+    found: list[torch.dtype] = [
+        value.dtype for value in values if isinstance(getattr(value, "dtype", None), torch.dtype)
+    ]
     return found[0] if found else DTYPE_NAMES["float32"]
 
 

@@ -8,8 +8,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from llmtrain.checkpoint.base import export_reader
 from llmtrain.checkpoint.check import verify_checkpoint
@@ -155,7 +157,7 @@ def _write_universal(state: _State, folder: Path) -> None:
     (folder / "latest_universal").write_text(tag)
 
 
-class _StreamingPlanner(dcp.DefaultSavePlanner):
+class _StreamingPlanner(DefaultSavePlanner):
     """Reads each tensor when it is written; the state dictionary has tensors without memory in their place."""
 
     def __init__(self, read: dict[int, Callable[[], Tensor]]) -> None:
@@ -190,10 +192,9 @@ def _write_distributed(state: _State, folder: Path) -> None:
         "optimizer": {"state": states, "param_groups": state.groups()},
         "train_state": {"step": torch.tensor(state.step)},
     }
-    dcp.save(
+    save(
         saved,
-        storage_writer=dcp.FileSystemWriter(folder, single_file_per_rank=False, thread_count=1),
+        storage_writer=FileSystemWriter(folder, single_file_per_rank=False, thread_count=1),
         planner=_StreamingPlanner(read),
         no_dist=True,
     )
-

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,9 @@ def _check_states(
         if lacking:
             found = sorted({kind for states in state.states.values() for kind in states})
             has = f"it has {', '.join(found)}" if found else "it has no optimizer states"
-            message = f"lacks '{kind}' of the optimizer for {len(lacking)} of {len(trained)} weights: {abbreviate(lacking)}"
+            message = (
+                f"lacks '{kind}' of the optimizer for {len(lacking)} of {len(trained)} weights: {abbreviate(lacking)}"
+            )
             fix = "set optim.name to the optimizer of that run, or start from its weights with model.pretrained"
             problems.append(Problem("import.states", str(folder), f"{message}; {has}", fix))
     wrong = [
@@ -229,7 +232,9 @@ def _other_options(
     optim = recipe.optim
     shapes = {file: names.shapes[name] for name in trained for file in names.files_of(name)}
     named = any(group.names for group in state.groups)
-    groups = [group for group in state.groups if not named or any(name in shapes for name in _cleaned(group.names, shapes))]
+    groups = [
+        group for group in state.groups if not named or any(name in shapes for name in _cleaned(group.names, shapes))
+    ]
     for option, ours in (("betas", tuple(optim.betas)), ("eps", optim.eps)):
         found = [group.options[option] for group in groups if option in group.options and optim.name != "sgd"]
         values = {tuple(value) if isinstance(value, list | tuple) else value for value in found}
@@ -249,7 +254,9 @@ def _other_options(
             f"optim.weight_decay: {_shown(decay)} in the folder, {_shown(here)} here, for {len(weights)} weights: "
             f"{abbreviate(weights, 2)}"
         )
-    decoupled = {group.options["decoupled_weight_decay"] for group in groups if "decoupled_weight_decay" in group.options}
+    decoupled = {
+        group.options["decoupled_weight_decay"] for group in groups if "decoupled_weight_decay" in group.options
+    }
     if optim.name in ("adam", "adamw") and decoupled in ({True}, {False}) and decoupled != {optim.name == "adamw"}:
         foreign = "AdamW (decoupled)" if decoupled == {True} else "Adam with L2"
         yield f"optim.name: the folder's weight decay is that of {foreign}, the recipe's optimizer is {optim.name}"
@@ -287,7 +294,7 @@ def _shards(
         steps = None
         if name in trained:
             for kind in kinds:
-                tensors[kind] = names.tensor(name, lambda file, kind=kind: _state_of(state, file, kind)).float()
+                tensors[kind] = names.tensor(name, partial(_state_of, state, kind)).float()
             counted = max(state.updates.get(file, 0.0) for file in names.files_of(name))
             steps = torch.tensor(counted) if kinds != ("momentum_buffer",) else None
         flat = {kind: tensor.reshape(-1).contiguous() for kind, tensor in tensors.items()}
@@ -300,13 +307,11 @@ def _shards(
         yield batch
 
 
-def _state_of(state: ForeignState, file: str, kind: str) -> Tensor:
+def _state_of(state: ForeignState, kind: str, file: str) -> Tensor:
     return state.states[file][kind].read().view(state.weights[file].shape)
 
 
-def _write(
-    plan: Plan, run_dir: RunDir, step: int, samples: int, shards: Iterator[list[CheckpointShard]]
-) -> Path:
+def _write(plan: Plan, run_dir: RunDir, step: int, samples: int, shards: Iterator[list[CheckpointShard]]) -> Path:
     """Writes the checkpoint, complete or not at all, and makes `latest` name it."""
     builder = CheckpointBuilder(run_dir.checkpoints, step, run_dir.read_id())
     try:

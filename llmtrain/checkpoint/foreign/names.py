@@ -29,7 +29,9 @@ UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\
 class Names:
     """The weights of a model, made from those of a folder."""
 
-    def __init__(self, state: ForeignState, model: PreTrainedModel, renames: Sequence[tuple[str, str]], folder: str) -> None:
+    def __init__(
+        self, state: ForeignState, model: PreTrainedModel, renames: Sequence[tuple[str, str]], folder: str
+    ) -> None:
         """model: on the meta device. renames: patterns of names in the folder, and what replaces them.
 
         Raises CheckpointError with all weights that are missing, not known to the model, or of another shape.
@@ -43,7 +45,10 @@ class Names:
         self.origin = {new: old for old, new in mapped.items()}
         """Name after renaming → name in the folder."""
         self.mapped = mapped
-        meta = {new: torch.empty(state.weights[old].shape, dtype=_kind(state.weights[old]), device="meta") for new, old in self.origin.items()}
+        meta = {
+            new: torch.empty(state.weights[old].shape, dtype=_kind(state.weights[old]), device="meta")
+            for new, old in self.origin.items()
+        }
         self.importer = WeightImporter(model, meta)
         self._check(meta, folder)
 
@@ -77,7 +82,9 @@ class Names:
         if missing := [name for name in self.groups if not self.importer.has(name)]:
             message = f"lacks {len(missing)} of {len(self.groups)} weights of the recipe's model: {abbreviate(missing)}"
             problems.append(Problem("import.missing", folder, message, RENAME))
-        if unused := [self.origin[name] for name in self.importer.unused if self.origin[name] not in self._state.buffers]:
+        if unused := [
+            self.origin[name] for name in self.importer.unused if self.origin[name] not in self._state.buffers
+        ]:
             message = f"has {len(unused)} tensors that the recipe's model does not have: {abbreviate(unused)}"
             problems.append(Problem("import.unexpected", folder, message, "use the recipe of this model"))
         present = [name for name in self.groups if self.importer.has(name)]
@@ -86,7 +93,9 @@ class Names:
             shown = [f"{name} {list(self.importer.shape(name))}, not {list(self.shapes[name])}" for name in wrong]
             message = f"has {len(wrong)} weights of another shape than the recipe's model: {abbreviate(shown)}"
             problems.append(Problem("import.shapes", folder, message, "use the recipe of this model"))
-        if whole := [name for name in present if name in self.parameters and not self.importer.like(name).is_floating_point()]:
+        if whole := [
+            name for name in present if name in self.parameters and not self.importer.like(name).is_floating_point()
+        ]:
             message = f"has {len(whole)} weights that are integers: {abbreviate(whole)}"
             problems.append(Problem("import.types", folder, message, "import plain weights"))
         if problems:
@@ -120,8 +129,8 @@ def _of_pipeline(
     """Maps names of DeepSpeed's `PipelineModule`, which numbers its layers, to those of a model; {} for other names.
 
     shapes: of the folder's weights. model: shapes of the model's. Layers of the pipeline that have the weights of a
-    decoder layer are those of the model, in their order. Of the others, those before them are the embedding, those after
-    them norm and head: of a shape that several of the model's have, the first or the last.
+    decoder layer are those of the model, in their order. Of the others, those before them are the embedding, and those
+    after them norm and head: of a shape that several of the model's have, the first or the last.
     """
     numbers = {name: int(name.split(".")[0]) for name in names if name.split(".")[0].isdigit()}
     if not numbers:
@@ -198,12 +207,12 @@ def _orders(trained: Sequence[str], shapes: Mapping[str, tuple[int, ...]], count
     """Yields the usual divisions of weights into a number of groups."""
     if count == 1:
         yield [list(trained)]
-    for is_decayed in (lambda name: not UNDECAYED.search(name), lambda name: len(shapes[name]) >= 2):
-        decayed = [name for name in trained if is_decayed(name)]
-        others = [name for name in trained if not is_decayed(name)]
-        if count == 2:
-            yield [decayed, others]
-            yield [others, decayed]
+    by_name = [name for name in trained if not UNDECAYED.search(name)]
+    matrices = [name for name in trained if len(shapes[name]) >= 2]
+    for decayed in (by_name, matrices) if count == 2 else ():
+        others = [name for name in trained if name not in decayed]
+        yield [decayed, others]
+        yield [others, decayed]
     if count == len(trained):
         yield [[name] for name in trained]
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from torch import Tensor
 from llmtrain.errors import CheckpointError, Problem, abbreviate, printable, truncate
 from llmtrain.system.untrusted import file_fault, open_regular
 
+T = TypeVar("T")
 MOST_BYTES = 256 << 20
 """Size of the longest pickle, without its tensors."""
 MEMO = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
@@ -89,15 +90,15 @@ class Record:
     name = ""
     """Full name of the class."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
-        """What the class was called with."""
-        self.attributes: dict[str, Any] = {}
-        """What was set on the object."""
+    arguments: tuple[Any, ...]
+    """What the class was called with."""
+    attributes: dict[str, Any]
+    """What was set on the object."""
 
     def __new__(cls, *arguments: Any) -> Record:
+        """Keeps the arguments: a pickle may make an object without initialising it."""
         record = super().__new__(cls)
-        record.__init__(*arguments)  # type: ignore[misc]
+        record.arguments, record.attributes = arguments, {}
         return record
 
     def __setstate__(self, state: Any) -> None:
@@ -154,7 +155,7 @@ class StoredTensor(_Sealed):
         span = self.numel if is_flat else _span(self.shape, self._stride)
         start, stop = (first, self.numel if end is None else end) if is_flat else (0, span)
         content = torch.empty(stop - start, dtype=self.dtype)
-        raw = memoryview(content.view(torch.uint8).numpy()) if content.numel() else memoryview(b"")
+        raw: memoryview = content.view(torch.uint8).numpy().data if content.numel() else memoryview(b"")
         with open_regular(self._file) as file:
             file.seek(self._offset + start * content.element_size())
             done = 0
@@ -202,7 +203,7 @@ class _Rebuild(_Sealed):
         return StoredTensor(self._file, dtype, storage.offset + offset * dtype.itemsize, shape, stride)
 
 
-def _of(kind: type[Any], value: Any) -> Any:
+def _of(kind: type[T], value: Any) -> T:
     if not isinstance(value, kind):
         raise pickle.UnpicklingError(f"has a {type(value).__name__} where a {kind.__name__.strip('_')} is needed")
     return value
@@ -299,7 +300,7 @@ class _Window(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer)[: max(0, self._length - self._at)]
         self._file.seek(self._start + self._at)
-        count = self._file.readinto(view) or 0  # type: ignore[attr-defined]
+        count = self._file.readinto(view) or 0
         self._at += count
         return count
 
@@ -345,7 +346,7 @@ def read_pickle(path: Path) -> Any:
 
 def _load(content: bytes, path: Path, archive: zipfile.ZipFile | None, start: int) -> Any:
     for operation, argument, _ in pickletools.genops(content):
-        if operation.name in MEMO and int(argument) > len(content):
+        if operation.name in MEMO and int(argument or 0) > len(content):
             raise ValueError("asks for more memory than it has content")
     unpickler = _Unpickler(content, path, archive, start)
     try:
@@ -377,7 +378,9 @@ def _refusing(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except (Exception, RecursionError, MemoryError) as error:
-        raise _refused(path, f"cannot be read: {file_fault(error) if isinstance(error, Exception) else error}") from None
+        raise _refused(
+            path, f"cannot be read: {file_fault(error) if isinstance(error, Exception) else error}"
+        ) from None
 
 
 def fail(path: Path, message: str, fix: str = "") -> NoReturn:

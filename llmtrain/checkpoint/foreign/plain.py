@@ -99,7 +99,7 @@ def read_weights(folder: Path) -> dict[str, ForeignTensor]:
         adapter = (folder / "adapter_config.json").is_file()
         what = "has an adapter, whose training is not imported" if adapter else f"has no weights ({SINGLE})"
         fail(folder, what, "import a folder with the whole model")
-    weights = {}
+    weights: dict[str, ForeignTensor] = {}
     for file in files:
         content = read_torch(file)
         if not isinstance(content, dict):
@@ -124,7 +124,7 @@ def _indexed(folder: Path, index: str) -> list[Path]:
 def _safetensors(file: Path) -> dict[str, ForeignTensor]:
     try:
         open_regular(file).close()
-        opened = safe_open(file, framework="pt")
+        opened: Any = safe_open(file, framework="pt")
         found = {}
         for name in opened.keys():  # noqa: SIM118
             part = opened.get_slice(name)

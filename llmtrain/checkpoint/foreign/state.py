@@ -1,4 +1,4 @@
-"""What a reader finds in a folder of another program: weights, states of their optimizer, and how far it has trained."""
+"""What a reader finds in a folder of another program: weights, states of their optimizer, and the steps taken."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ def plain_number(value: Any) -> float:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a parameter group that are plain values."""
     return {
-        name: value for name, value in group.items() if name != "params" and not isinstance(value, StoredTensor | Record)
+        name: value
+        for name, value in group.items()
+        if name != "params" and not isinstance(value, StoredTensor | Record)
     } | {name: plain_number(value) for name, value in group.items() if isinstance(value, StoredTensor)}
 
 

@@ -63,7 +63,7 @@ def read_deepspeed(folder: Path) -> ForeignState:
     _read_modules(folder, names, documents, state)
     if (folder / UNIVERSAL).is_dir():
         state.program += ", universal checkpoint"
-        _read_universal(folder / UNIVERSAL, state)
+        _read_universal(folder / UNIVERSAL, first, state)
     elif optimizers := [match for name in names if (match := OPTIMIZER.fullmatch(name))]:
         for stage, document in documents.items():
             found = sorted((match for match in optimizers if match[2] == stage), key=lambda match: int(match[1]))
@@ -168,7 +168,9 @@ def _rank_of_stage_2(content: Mapping[str, Any]) -> _Rank:
 def _rank_of_stage_3(content: Mapping[str, Any]) -> _Rank:
     base, weights = content["optimizer_state_dict"], content["fp32_flat_groups"]
     pairs = [
-        (base["state"].get(number, {}), options_of(group)) for group in base["param_groups"] for number in group["params"]
+        (base["state"].get(number, {}), options_of(group))
+        for group in base["param_groups"]
+        for number in group["params"]
     ]
     return _rank(pairs, weights)
 
@@ -232,7 +234,9 @@ def _read_stage_2(
         state.groups.append(ForeignGroup(tuple(group), ranks[0].options[index]))
 
 
-def _read_stage_3(folder: Path, ranks: list[_Rank], shapes: list[dict[str, tuple[int, ...]]], state: ForeignState) -> None:
+def _read_stage_3(
+    folder: Path, ranks: list[_Rank], shapes: list[dict[str, tuple[int, ...]]], state: ForeignState
+) -> None:
     bounds = [0]
     for flat in ranks[0].flats:
         bounds.append(bounds[-1] + flat[WEIGHT].numel)
@@ -248,7 +252,11 @@ def _read_stage_3(folder: Path, ranks: list[_Rank], shapes: list[dict[str, tuple
         found: dict[str, list[tuple[StoredTensor, int, int]]] = {}
         for kind in ranks[0].flats[overlapping[0]] if overlapping else ():
             found[kind] = [
-                (rank.flats[index][kind], max(at, bounds[index]) - bounds[index], min(end, bounds[index + 1]) - bounds[index])
+                (
+                    rank.flats[index][kind],
+                    max(at, bounds[index]) - bounds[index],
+                    min(end, bounds[index + 1]) - bounds[index],
+                )
                 for rank in ranks
                 for index in overlapping
             ]
@@ -272,39 +280,44 @@ def _read_frozen_of_stage_3(folder: Path, state: ForeignState) -> None:
         state.weights[name] = ForeignTensor(shape, parts[0].dtype, partial(_joined, ranges, shape))
 
 
-def _read_universal(folder: Path, state: ForeignState) -> None:
-    for path in sorted(folder.iterdir()):
-        if not path.is_dir():
-            continue
-        tensors: dict[str, ForeignTensor] = {}
+def _read_universal(folder: Path, document: Mapping[str, Any], state: ForeignState) -> None:
+    """Reads the folder with a folder for each parameter; its tensors are flat if they come from stage 3."""
+    shapes = {name: tuple(shape) for group in document.get("param_shapes") or [] for name, shape in group.items()} | {
+        name: tensor.shape for name, tensor in state.weights.items()
+    }
+    for path in sorted(path for path in folder.iterdir() if path.is_dir()):
+        name, tensors = path.name, dict[str, ForeignTensor]()
         for file in sorted(path.glob("*.pt")):
             content = read_torch(file)
             if file.stem == STEP:
-                state.updates[path.name] = plain_number(content)
-            elif isinstance(content, dict) and isinstance(content.get("param"), StoredTensor):
-                tensors[file.stem] = ForeignTensor.of(content["param"])
+                state.updates[name] = plain_number(content)
+                continue
+            stored = content.get("param") if isinstance(content, dict) else content
+            if isinstance(stored, StoredTensor):
+                tensors[file.stem] = ForeignTensor.of(stored)
         if "fp32" not in tensors:
             fail(path, "has no fp32.pt, the weight of its folder", "write the universal checkpoint again")
         weight = tensors.pop("fp32")
-        shape = state.weights[path.name].shape if path.name in state.weights else weight.shape
+        shape = shapes.get(name, weight.shape)
         if math.prod(shape) != math.prod(weight.shape):
-            shape = weight.shape
-        state.weights[path.name] = _viewed(weight, shape)
-        state.states[path.name] = {kind: _viewed(tensor, shape) for kind, tensor in tensors.items()}
-    common = folder / "optimizer_state.pt"
-    if common.is_file():
-        content = read_torch(common)
-        for group in content.get("param_groups", []):
-            state.groups.append(ForeignGroup((), options_of(group)))
+            shape = weight.shape  # of another size than the model's, which is refused later
+        state.weights[name] = _viewed(weight, shape)
+        state.states[name] = {kind: _viewed(tensor, shape) for kind, tensor in tensors.items()}
+    common = read_torch(folder / "optimizer_state.pt") if (folder / "optimizer_state.pt").is_file() else {}
+    inner = common.get("optimizer_state_dict") or common.get("base_optimizer_state") or {}
+    if isinstance(inner, dict):
+        counts = [plain_number(one.get(STEP, 0)) for one in inner.get("state", {}).values()]
+        for name in state.states.keys() - state.updates.keys():
+            state.updates[name] = max(counts, default=0.0)
+    groups = common.get("param_groups") or (inner.get("param_groups", []) if isinstance(inner, dict) else [])
+    state.groups += [ForeignGroup((), options_of(group)) for group in groups]
 
 
 def _viewed(tensor: ForeignTensor, shape: tuple[int, ...]) -> ForeignTensor:
     return ForeignTensor(shape, tensor.dtype, lambda: tensor.read().reshape(shape))
 
 
-def _read_unsharded(
-    folder: Path, documents: Mapping[str, Any], models: Mapping[str, str], state: ForeignState
-) -> None:
+def _read_unsharded(folder: Path, documents: Mapping[str, Any], models: Mapping[str, str], state: ForeignState) -> None:
     """Reads the torch optimizer that stage 0 leaves whole."""
     optimizers = {stage: document.get("optimizer") for stage, document in documents.items()}
     if len(documents) > 1:
