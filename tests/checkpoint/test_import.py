@@ -33,6 +33,7 @@ from tests.helpers.traces import engine_of, plan_of
 CLOSE = 1e-6
 """Relative, of a loss in fp32: rounding of sums in another order over 25 steps, as between the plans of `test_elastic`.
 Without the moments of a single weight, the second loss differs by more than that."""
+LAYERS = {"model.trainable": ["model.layers.*"]}
 UNTIED = {"model.config.tie_word_embeddings": False}
 PLANS: list[dict[str, Any]] = [
     {"zero_stage": 3},
@@ -44,6 +45,7 @@ PLANS: list[dict[str, Any]] = [
 """Plans of two ranks."""
 RUNS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     **{f"zero{stage}": ("deepspeed_run", (stage, 2), {}) for stage in range(4)},
+    **{f"zero{stage}-frozen": ("deepspeed_run", (stage, 2, "frozen"), LAYERS) for stage in (2, 3)},
     "pipeline": ("pipeline_run", (2, 2, 1, False), UNTIED),
     "pipeline-tied": ("pipeline_run", (2, 2, 1, True), {}),
     "fsdp2": ("fsdp2_run", (2, "nested"), {}),
@@ -99,7 +101,8 @@ def test_runs_of_other_programs_continue_under_other_plans(tmp_path):
 def _load_each(rank: int, folder: Path) -> dict[str, list[float]]:
     return {
         **{
-            f"stage {stage}": foreign_runs.deepspeed_run(rank, folder / "universal", stage, 2, True) for stage in (1, 3)
+            f"stage {stage}": foreign_runs.deepspeed_run(rank, folder / "universal", stage, 2, "goes on")
+            for stage in (1, 3)
         },
         "fsdp2": foreign_runs.fsdp2_run(rank, folder / "dcp", 2, "loaded"),
     }
@@ -107,8 +110,15 @@ def _load_each(rank: int, folder: Path) -> dict[str, list[float]]:
 
 @pytest.mark.slow
 def test_other_programs_continue_from_an_export(tmp_path):
-    theirs = run_ranks(2, foreign_runs.deepspeed_run, tmp_path / "begun", 2, 2)[0]
-    done = _imported(tmp_path / "begun", tmp_path)
+    begun = tmp_path / "begun"
+    theirs = run_ranks(2, foreign_runs.deepspeed_run, begun, 3, 2)[0]
+    done = _imported(begun, tmp_path)
+    converter = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--num_extract_workers=1"]
+    converted = tmp_path / "converted"
+    places = [f"--input_folder={begun / f'global_step{SAVED}'}", f"--output_folder={converted}"]
+    subprocess.run([*converter, "--num_merge_workers=1", *places], check=True, capture_output=True, timeout=300)
+    again = import_checkpoint(converted, plan_of(foreign_recipe(), 1), RunDir(tmp_path / "again"))
+    _assert_same_state(done.checkpoint, again.checkpoint)
     export_state(done.checkpoint, tmp_path / "universal", "deepspeed-universal")
     export_state(done.checkpoint, tmp_path / "dcp", "dcp")
     for name, losses in run_ranks(2, _load_each, tmp_path)[0].items():
@@ -141,6 +151,15 @@ def test_checkpoints_of_old_versions_of_deepspeed_continue(stage, tmp_path):
         subprocess.run([*torchrun, *arguments], env=env, check=True, capture_output=True, timeout=400)
         theirs[version.name] = json.loads((folder / "losses.json").read_text())
     _compare(theirs, folders, tmp_path, {})
+
+
+def _assert_same_state(first: Path, second: Path) -> None:
+    ours, theirs = CheckpointReader(first), CheckpointReader(second)
+    assert ours.shards.keys() == theirs.shards.keys()
+    for name, shards in ours.shards.items():
+        assert shards[0].steps == theirs.shards[name][0].steps
+        for kind in shards[0].kinds:
+            assert torch.equal(ours.whole(name, kind), theirs.whole(name, kind)), (name, kind)
 
 
 @pytest.fixture(scope="module")
@@ -185,12 +204,7 @@ def test_an_export_of_the_state_is_imported_bit_for_bit(form, saved_by_accelerat
     export_state(done.checkpoint, tmp_path / "out", form)
     again = import_checkpoint(tmp_path / "out", plan_of(foreign_recipe(), 1), RunDir(tmp_path / "again"))
     assert (again.step, again.different) == (2, [])
-    ours, theirs = CheckpointReader(done.checkpoint), CheckpointReader(again.checkpoint)
-    assert ours.shards.keys() == theirs.shards.keys()
-    for name, shards in ours.shards.items():
-        assert shards[0].steps == theirs.shards[name][0].steps == 2
-        for kind in shards[0].kinds:
-            assert torch.equal(ours.whole(name, kind), theirs.whole(name, kind)), (name, kind)
+    _assert_same_state(done.checkpoint, again.checkpoint)
     with pytest.raises(CheckpointError, match="not empty"):
         export_state(done.checkpoint, tmp_path / "out", form)
 

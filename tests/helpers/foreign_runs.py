@@ -105,15 +105,19 @@ def _averaged(losses: list[float]) -> float:
     return float(total)
 
 
-def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, goes_on: bool = False) -> list[float]:
+def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, variant: str = "") -> list[float]:
     """Trains with DeepSpeed; returns the losses after the save.
 
-    goes_on: whether to load a universal checkpoint from the folder instead of beginning and saving.
+    variant: `goes on` loads a universal checkpoint from the folder instead of beginning and saving; `frozen` trains
+    only the layers; `bf16` trains in bf16.
     """
     import deepspeed
 
     recipe = foreign_recipe()
     model = model_of(recipe)
+    goes_on = variant == "goes on"
+    for name, weight in model.named_parameters():
+        weight.requires_grad_(variant != "frozen" or ".layers." in name)
     optimizer = adamw_of(model, recipe)
     config = {
         "train_batch_size": GLOBAL_BATCH,
@@ -122,15 +126,15 @@ def deepspeed_run(rank: int, folder: Path, stage: int, ranks: int, goes_on: bool
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100, "sub_group_size": 20_000},
         "zero_allow_untested_optimizer": True,
         "checkpoint": {"load_universal": goes_on},
+        "bf16": {"enabled": variant == "bf16"},
     }
     engine, _, _, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, lr_scheduler=lambda inner: schedule_of(inner, recipe), config=config
     )
     if goes_on:
         engine.load_checkpoint(str(folder))
-        for (
-            state
-        ) in engine.optimizer.optimizer.state.values():  # stage 3 gives all groups one tensor, which each adds to
+        # Stage 3 gives all groups one tensor as their count, to which torch's AdamW adds for each of them.
+        for state in engine.optimizer.optimizer.state.values():
             state["step"] = state["step"].clone()
     losses = []
     for step in range(SAVED if goes_on else 0, SAVED + NEXT):

@@ -145,6 +145,10 @@ def _read_zero(folder: Path, files: list[Path], document: Mapping[str, Any], sta
     else:
         ranks = [_rank_of_stage_2(content) for content in contents]
         _read_stage_2(folder, ranks, shapes, first.get("param_alignment_paddings"), state)
+    # A tied weight has a second name, under which the model's states hold it in the precision of the forward pass.
+    for name, trained in (document.get("shared_params") or {}).items():
+        if trained in state.states and name not in state.states:
+            state.weights.pop(name, None)
 
 
 def _stage(content: Mapping[str, Any]) -> int:
