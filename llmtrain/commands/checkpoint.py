@@ -25,9 +25,7 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.folder import FoundCheckpoint
     from llmtrain.recipe.cluster import Cluster
 
-app = typer.Typer(
-    help="List, verify and convert the checkpoints of a run, and import those of other programs.", no_args_is_help=True
-)
+app = typer.Typer(help="List, verify, convert and import checkpoints.", no_args_is_help=True)
 
 PathArgument = Annotated[
     Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory, its checkpoints/, or one checkpoint.")
@@ -150,10 +148,11 @@ def import_foreign(
     ] = [],  # noqa: B006
     trust_remote_code: TrustOption = False,
 ) -> None:
-    """Begin a run with the training state of another program: weights, optimizer states and step.
+    """Begin a run with another program's training state.
 
-    Reads DeepSpeed's folders (ZeRO 0 to 3, pipelines, universal checkpoints), checkpoint-N of the Trainer, save_state
-    of Accelerate, and torch.distributed.checkpoint. Runs nothing that a pickle names. `llmtrain train` continues.
+    Takes weights, optimizer states and step from DeepSpeed's folders (ZeRO 0 to 3, pipelines, universal checkpoints),
+    checkpoint-N of the Trainer, save_state of Accelerate, and torch.distributed.checkpoint. Runs nothing that a pickle
+    names. `llmtrain train RECIPE` continues.
     """
     interrupt_on_sigterm()
     from llmtrain.plan.load import load_recipe

@@ -74,9 +74,10 @@ class ExportRequest:
 
 
 def export_model(request: ExportRequest) -> None:
-    """Write a checkpoint as a Hugging Face folder, or its training state for other programs (--format).
+    """Write a checkpoint as a folder for other programs.
 
-    The folder contains the weights (safetensors), configuration, tokenizer and model card.
+    A Hugging Face folder contains the weights (safetensors), configuration, tokenizer and model card. --format writes
+    the training state instead.
 
     --push uploads it to the hub. The token is read from HF_TOKEN, or from where `hf auth login` stores it.
     """

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
 from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import read_state
@@ -236,6 +237,49 @@ def test_names_of_other_programs_can_be_replaced(saved_by_accelerate, tmp_path):
         _imported(other, tmp_path)
     done = _imported(other, tmp_path, renames=[(r"^net\.", "model.")])
     assert done.step == 2
+
+
+def test_the_rotary_pairs_of_torchtitan_become_halves(saved_by_accelerate, tmp_path):
+    """Of each head, transformers rotates row i with row i + half, torchtitan row 2i with row 2i + 1."""
+    weights = torch.load(saved_by_accelerate / "pytorch_model.bin")
+    optimizer = torch.load(saved_by_accelerate / "optimizer.bin")
+    others = {
+        "model.embed_tokens": "tok_embeddings",
+        **{f"self_attn.{name}_proj": f"attention.w{name}" for name in "qkvo"},
+        **{
+            f"mlp.{name}_proj": f"feed_forward.w{number}" for number, name in enumerate(("gate", "down", "up"), start=1)
+        },
+        **{"input_layernorm": "attention_norm", "post_attention_layernorm": "ffn_norm", "lm_head": "output"},
+    }
+
+    def theirs(name: str, value: torch.Tensor) -> tuple[str, torch.Tensor]:
+        heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
+        if heads:
+            size = len(value) // heads
+            order = [
+                head * size + half * size // 2 + row
+                for head in range(heads)
+                for row in range(size // 2)
+                for half in (0, 1)
+            ]
+            value = value[order]
+        for ours, other in others.items():
+            name = name.replace(ours, other)
+        return name.removeprefix("model."), value
+
+    names = [name for name in weights if "lm_head" not in name]
+    order = [name for name in names if weights[name].ndim > 1] + [name for name in names if weights[name].ndim == 1]
+    states = {}
+    for name, state in zip(order, optimizer["state"].values(), strict=True):
+        other, _ = theirs(name, weights[name])
+        states[other] = {kind: theirs(name, state[kind])[1] for kind in ("exp_avg", "exp_avg_sq")} | {
+            "step": state["step"]
+        }
+    saved = dict(theirs(name, value) for name, value in weights.items())
+    dcp.save({**saved, "optimizer": {"state": states}}, checkpoint_id=str(tmp_path / "titan"), no_dist=True)
+    done = _imported(saved_by_accelerate, tmp_path)
+    again = import_checkpoint(tmp_path / "titan", plan_of(foreign_recipe(), 1), RunDir(tmp_path / "again"))
+    _assert_same_state(done.checkpoint, again.checkpoint)
 
 
 class _Call:

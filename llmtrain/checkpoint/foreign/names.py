@@ -26,6 +26,22 @@ UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\
 """What the Trainer does not decay, by name."""
 
 
+TORCHTITAN = {
+    r"tok_embeddings\.": "model.embed_tokens.",
+    r"layers\.(\d+)\.attention\.w([qkvo])\.": r"model.layers.\1.self_attn.\2_proj.",
+    r"layers\.(\d+)\.feed_forward\.w1\.": r"model.layers.\1.mlp.gate_proj.",
+    r"layers\.(\d+)\.feed_forward\.w2\.": r"model.layers.\1.mlp.down_proj.",
+    r"layers\.(\d+)\.feed_forward\.w3\.": r"model.layers.\1.mlp.up_proj.",
+    r"layers\.(\d+)\.attention_norm\.": r"model.layers.\1.input_layernorm.",
+    r"layers\.(\d+)\.ffn_norm\.": r"model.layers.\1.post_attention_layernorm.",
+    r"norm\.": "model.norm.",
+    r"output\.": "lm_head.",
+}
+"""Beginnings of names in torchtitan's Llama 3 → those of transformers."""
+INTERLEAVED = re.compile(r"(?:.*\.)?layers\.\d+\.attention\.w([qk])\.weight")
+"""Weights whose rows torchtitan has in pairs of rotary positions, where transformers has two halves of each head."""
+
+
 class Names:
     """The weights of a model, made from those of a folder."""
 
@@ -50,6 +66,7 @@ class Names:
             for new, old in self.origin.items()
         }
         self.importer = WeightImporter(model, meta)
+        self._heads = _heads_of(model) if self.is_torchtitan else {}
         self._check(meta, folder)
 
     def _mapped(self, renames: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
@@ -61,6 +78,9 @@ class Names:
             except re.error as error:
                 message = f"{pattern!r} is not a regular expression: {error}"
                 raise CheckpointError(Problem("import.rename", "--rename", message)) from None
+        self.is_torchtitan = any(name.endswith("tok_embeddings.weight") for name in names.values())
+        if self.is_torchtitan:
+            names = {name: _of_torchtitan(new) for name, new in names.items() if not new.endswith("freqs_cis")}
         by_prefix = {prefix: self._known(names.values(), prefix) for prefix in PREFIXES}
         best = max(PREFIXES, key=lambda prefix: by_prefix[prefix])
         names = {name: new.removeprefix(best) for name, new in names.items()}
@@ -114,7 +134,16 @@ class Names:
 
     def tensor(self, name: str, read: Callable[[str], Tensor]) -> Tensor:
         """Returns a weight, or a state of it. read: returns a tensor by its name in the folder."""
-        return self.importer.tensor(name, lambda key: read(self.origin[key]))
+
+        def in_halves(key: str) -> Tensor:
+            value, match = read(self.origin[key]), INTERLEAVED.fullmatch(self.origin[key])
+            if not match or not self._heads:
+                return value
+            heads = self._heads[match[1]]
+            pairs = value.view(heads, len(value) // heads // 2, 2, -1)
+            return pairs.transpose(1, 2).reshape(value.shape)
+
+        return self.importer.tensor(name, in_halves)
 
     def stored_twice(self) -> Iterator[tuple[str, list[str]]]:
         """Yields tied weights that the folder holds under several names, with these."""
@@ -160,6 +189,22 @@ def _of_pipeline(
         if fitting:
             mapped[name] = fitting[0] if numbers.get(name, -1) < (first or 0) else fitting[-1]
     return mapped
+
+
+def _of_torchtitan(name: str) -> str:
+    """Returns the name that transformers has for a weight of torchtitan's Llama 3."""
+    name = name.removeprefix("model.")
+    for pattern, replacement in TORCHTITAN.items():
+        if re.match(pattern, name):
+            return re.sub(f"^{pattern}", replacement, name)
+    return name
+
+
+def _heads_of(model: PreTrainedModel) -> dict[str, int]:
+    """Returns the number of heads of queries (q) and of keys (k)."""
+    config = model.config.get_text_config(decoder=True)
+    heads = int(config.num_attention_heads)
+    return {"q": heads, "k": int(getattr(config, "num_key_value_heads", None) or heads)}
 
 
 RENAME = "use the recipe of this model, or map names with --rename 'PATTERN=REPLACEMENT' (regular expressions)"
