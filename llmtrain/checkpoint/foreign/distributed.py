@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.foreign.pickles import DTYPE_NAMES, Record, StoredTensor, fail, read_pickle, read_torch
-from llmtrain.checkpoint.foreign.state import STEP, ForeignGroup, ForeignState, ForeignTensor, plain_number
+from llmtrain.checkpoint.foreign.state import STEP, ForeignGroup, ForeignState, ForeignTensor, is_option, plain_number
 from llmtrain.engines.state.shards import Chunk, WeightSlice
 
 METADATA = ".metadata"
@@ -93,8 +93,9 @@ def read_distributed(folder: Path, others: Iterable[Path] = ()) -> ForeignState:
 def _add_option(options: dict[str, dict[str, Any]], name: str, value: Any) -> None:
     match = GROUP.fullmatch(name)
     assert match
-    if not isinstance(value, Record | StoredTensor):
-        options.setdefault(match[1] or match[3], {})[match[2] or match[4]] = value
+    key = match[2] or match[4]
+    if is_option(value) or (key == "params" and isinstance(value, list) and all(isinstance(one, str) for one in value)):
+        options.setdefault(match[1] or match[3], {})[key] = value
 
 
 def _add_groups(options: Mapping[str, Mapping[str, Any]], state: ForeignState) -> None:

@@ -194,7 +194,7 @@ def _write_distributed(state: _State, folder: Path) -> None:
     }
     save(
         saved,
-        storage_writer=FileSystemWriter(folder, single_file_per_rank=False, thread_count=1),
+        storage_writer=FileSystemWriter(folder),
         planner=_StreamingPlanner(read),
         no_dist=True,
     )

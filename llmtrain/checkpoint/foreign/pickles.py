@@ -193,12 +193,12 @@ class _Rebuild(_Sealed):
             dtype = _of(_Elements, arguments[6]).dtype
         shape, stride = tuple(shape), tuple(stride)
         numbers = (offset, *shape, *stride)
-        if len(shape) != len(stride) or not all(type(number) is int and number >= 0 for number in numbers):
-            raise pickle.UnpicklingError(f"has a tensor of the shape {truncate(repr(shape))}")
+        if len(shape) != len(stride) or not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+            raise pickle.UnpicklingError("has a tensor whose shape is not one")
         held = storage.size // dtype.itemsize
         if math.prod(shape) > held or offset + _span(shape, stride) > held:
             needed = max(math.prod(shape), offset + _span(shape, stride))
-            message = f"has a tensor of the shape {truncate(repr(list(shape)))}, which needs {needed:,} elements of a "
+            message = f"has a tensor of the shape {truncate(str(shape))}, which needs {needed:,} elements of a "
             raise pickle.UnpicklingError(f"{message}storage of {held:,}")
         return StoredTensor(self._file, dtype, storage.offset + offset * dtype.itemsize, shape, stride)
 
@@ -253,7 +253,13 @@ class _Unpickler(pickle.Unpickler):
         return self._made.setdefault(full, type("Record", (Record,), {"name": full}))
 
     def persistent_load(self, pid: Any) -> _Storage:
-        if self._archive is None or not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+        if (
+            self._archive is None
+            or not isinstance(pid, tuple)
+            or len(pid) != 5
+            or pid[0] != "storage"
+            or not isinstance(pid[2], str)
+        ):
             raise pickle.UnpicklingError("refers to something that is not a storage of its file")
         dtype, key, numel = _of(_Elements, pid[1]).dtype, pid[2], pid[4]
         pickled = next(name for name in self._archive.namelist() if name.endswith("data.pkl"))
@@ -261,10 +267,10 @@ class _Unpickler(pickle.Unpickler):
         try:
             record = self._archive.getinfo(name)
         except KeyError:
-            raise pickle.UnpicklingError(f"refers to a storage that is not in it: {truncate(str(key))}") from None
-        size = numel * dtype.itemsize if type(numel) is int else -1
+            raise pickle.UnpicklingError(f"refers to a storage that is not in it: {truncate(key)}") from None
+        size = numel * dtype.itemsize if type(numel) is int and numel < 2**63 else -1
         if record.compress_type != zipfile.ZIP_STORED or not 0 <= size <= record.file_size:
-            message = f"says that storage {truncate(str(key))} has {size:,} bytes, and has {record.file_size:,}"
+            message = f"says that storage {truncate(key)} has {size:,} bytes, and has {record.file_size:,}"
             raise pickle.UnpicklingError(message)
         with self._archive.open(record) as opened:  # checks the entry's own header
             opened.read(0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmtrain.checkpoint.foreign.pickles import Record, StoredTensor
+from llmtrain.checkpoint.foreign.pickles import StoredTensor
 
 STEP = "step"
 """Torch's key for the number of updates that an optimizer has counted."""
@@ -94,10 +94,17 @@ def plain_number(value: Any) -> float:
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of a parameter group that are plain values."""
     return {
-        name: value
+        name: plain_number(value) if isinstance(value, StoredTensor) else value
         for name, value in group.items()
-        if name != "params" and not isinstance(value, StoredTensor | Record)
-    } | {name: plain_number(value) for name, value in group.items() if isinstance(value, StoredTensor)}
+        if is_option(value)
+    }
+
+
+def is_option(value: Any) -> bool:
+    """Whether a value is a number, a text or a flag, or a few numbers such as betas."""
+    if isinstance(value, list | tuple):
+        return len(value) < 10 and all(isinstance(one, int | float) for one in value)
+    return value is None or isinstance(value, int | float | str | StoredTensor)
 
 
 def unwrapped(name: str) -> str:
