@@ -25,8 +25,10 @@ from llmtrain.checkpoint.foreign.pickles import StoredTensor, read_pickle, read_
 from llmtrain.checkpoint.state import load
 from llmtrain.engines.state.save_load import CheckpointReader
 from llmtrain.errors import CheckpointError, RecipeError
+from llmtrain.plan.load import load_recipe
 from llmtrain.run_dir import RunDir
 from tests.helpers import foreign_runs
+from tests.helpers.commands import llmtrain, metrics
 from tests.helpers.foreign_runs import NEXT, SAVED, adamw_of, batch_of, foreign_recipe, loss_of, model_of, rows
 from tests.helpers.harness import run_ranks
 from tests.helpers.traces import engine_of, plan_of
@@ -280,6 +282,28 @@ def test_the_rotary_pairs_of_torchtitan_become_halves(saved_by_accelerate, tmp_p
     done = _imported(saved_by_accelerate, tmp_path)
     again = import_checkpoint(tmp_path / "titan", plan_of(foreign_recipe(), 1), RunDir(tmp_path / "again"))
     _assert_same_state(done.checkpoint, again.checkpoint)
+
+
+@pytest.mark.slow
+def test_the_command_begins_a_run_that_train_continues(small_recipe, tmp_path):
+    recipe, _ = load_recipe(str(small_recipe), [])
+    model = model_of(recipe.with_(**{"model.config.vocab_size": 512}))
+    optimizer = adamw_of(model, recipe)
+    for _ in range(2):
+        loss_of(model, rows(0)).backward()
+        optimizer.step()
+    folder, run_dir = tmp_path / "checkpoint-2", tmp_path / "run"
+    model.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text('{"global_step": 2}')
+    wrong = llmtrain("checkpoint", "import", folder / "nowhere", small_recipe, "--run-dir", run_dir)
+    assert (wrong.returncode, run_dir.exists()) == (4, False), wrong.stderr
+    done = llmtrain("checkpoint", "import", folder, small_recipe, "--run-dir", run_dir)
+    assert done.returncode == 0, done.stderr
+    assert "20 weights, 34,976 numbers, from Trainer" in done.stdout
+    trained = llmtrain("train", small_recipe, "--run-dir", run_dir, "--max-steps", "3", "--nproc", "2")
+    assert "continuing after step 2" in trained.stdout, trained.stderr
+    assert [line["step"] for line in metrics(run_dir) if "loss" in line] == [3]
 
 
 class _Call:
