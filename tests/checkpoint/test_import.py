@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
 
 from llmtrain.checkpoint.check import verify_checkpoint
@@ -28,6 +30,7 @@ from llmtrain.errors import CheckpointError, RecipeError
 from llmtrain.plan.load import load_recipe
 from llmtrain.run_dir import RunDir
 from tests.helpers import foreign_runs
+from tests.helpers.batches import MIXTRAL
 from tests.helpers.commands import llmtrain, metrics
 from tests.helpers.foreign_runs import NEXT, SAVED, adamw_of, batch_of, foreign_recipe, loss_of, model_of, rows
 from tests.helpers.harness import run_ranks
@@ -190,7 +193,7 @@ def test_an_import_says_what_it_took_what_differs_and_what_is_absent(saved_by_ac
     done = _imported(saved_by_accelerate, tmp_path, fields)
     text = "\n".join(done.lines())
     assert "step 2, of which the optimizer counts 2 updates" in text
-    assert "optim.betas: (0.9, 0.95) in the folder, (0.8, 0.95) in the recipe" in text
+    assert "betas: (0.9, 0.95) in the folder, (0.8, 0.95) here" in text
     assert "optim.weight_decay: 0.1 in the folder, 0.2 here, for 15 weights: model.embed_tokens.weight" in text
     assert "AdamW (decoupled), the recipe's optimizer is adam" in text
     assert "the recipe ends at step 2" in text
@@ -282,6 +285,26 @@ def test_the_rotary_pairs_of_torchtitan_become_halves(saved_by_accelerate, tmp_p
     done = _imported(saved_by_accelerate, tmp_path)
     again = import_checkpoint(tmp_path / "titan", plan_of(foreign_recipe(), 1), RunDir(tmp_path / "again"))
     _assert_same_state(done.checkpoint, again.checkpoint)
+
+
+def test_states_of_separate_experts_are_joined_like_their_weights(tmp_path):
+    fields = {**MIXTRAL, **UNTIED}
+    model = model_of(foreign_recipe(**fields))
+    model.save_pretrained(tmp_path / "weights")
+    (tmp_path / "moments").mkdir()
+    shutil.copy(tmp_path / "weights" / "config.json", tmp_path / "moments")
+    weights = load_file(tmp_path / "weights" / "model.safetensors")
+    assert any(".experts.3.w2." in name for name in weights)
+    moments = {name: torch.rand_like(value) for name, value in weights.items()}
+    save_file(moments, tmp_path / "moments" / "model.safetensors", {"format": "pt"})
+    states = {name: {"exp_avg": one, "exp_avg_sq": 2 * one, "step": torch.tensor(3.0)} for name, one in moments.items()}
+    dcp.save({"model": weights, "optimizer": {"state": states}}, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    saved = CheckpointReader(_imported(tmp_path / "dcp", tmp_path, fields).checkpoint)
+    joined = type(model).from_pretrained(tmp_path / "moments").state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(saved.whole(name), value.flatten())
+        assert torch.equal(saved.whole(name, "exp_avg"), joined[name].flatten())
+        assert torch.equal(saved.whole(name, "exp_avg_sq"), 2 * joined[name].flatten())
 
 
 @pytest.mark.slow

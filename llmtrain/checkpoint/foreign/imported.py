@@ -204,7 +204,8 @@ def _describe(
         result.different.append(f"weights: the folder has them in {', '.join(low)}; here they are trained in float32")
     result.taken.append(f"{' and '.join(kinds) or 'no state'} of the optimizer for {len(trained)} weights")
     counted = sorted({int(state.updates.get(file, 0)) for file in files})
-    result.taken.append(f"step {result.step:,}, of which the optimizer counts {_range(counted)} updates")
+    counts = f", of which the optimizer counts {_range(counted)} updates" if counted != [0] else ""
+    result.taken.append(f"step {result.step:,}{counts}")
     steps = recipe.train.max_steps
     if steps is not None and result.step >= steps:
         result.different.append(f"train.max_steps: the recipe ends at step {steps:,}, so nothing is left to train")
@@ -235,13 +236,16 @@ def _other_options(
     groups = [
         group for group in state.groups if not named or any(name in shapes for name in _cleaned(group.names, shapes))
     ]
-    for option, ours in (("betas", tuple(optim.betas)), ("eps", optim.eps)):
-        found = [group.options[option] for group in groups if option in group.options and optim.name != "sgd"]
+    expected: dict[str, Any] = {"betas": tuple(optim.betas), "eps": optim.eps}
+    if optim.name == "sgd":
+        expected = {"momentum": optim.betas[0], "dampening": 0, "nesterov": False}
+    for option, ours in expected.items():
+        found = [group.options[option] for group in groups if option in group.options]
         values = {tuple(value) if isinstance(value, list | tuple) else value for value in found}
         for value in sorted(values, key=str):
             numbers = (value, ours) if isinstance(value, tuple) else ((value,), (ours,))
             if any(abs(a - b) > CLOSE * abs(b) for a, b in zip(*numbers, strict=True)):
-                yield f"optim.{option}: {_shown(value)} in the folder, {_shown(ours)} in the recipe"
+                yield f"{option}: {_shown(value)} in the folder, {_shown(ours)} here"
     decays: dict[tuple[float, float], list[str]] = {}
     for group in groups:
         if isinstance(decay := group.options.get("weight_decay"), int | float):
