@@ -361,6 +361,16 @@ def test_pickles_are_read_as_data(saved_by_accelerate, tmp_path):
         assert torch.equal(ours.read(), theirs)
     assert torch.equal(read["a"].read(2, 5), torch.tensor([2.0, 3.0, 4.0]))
     assert read["b"][1] == (1, "x", None)
+    with pytest.raises(CheckpointError, match="6 elements, of which 2 to 7 are needed"):
+        read["a"].read(2, 7)
+
+
+@pytest.mark.parametrize("content", [[1], {"global_steps": 3, "module": 5}, {"module": {}, "param_shapes": 3}, 7])
+def test_a_folder_of_another_layout_is_refused(content, tmp_path):
+    torch.save(content, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"optimizer_state_dict": content}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    with pytest.raises(CheckpointError, match=r"is not laid out as|does not say which weights|lacks"):
+        _imported(tmp_path, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from llmtrain.checkpoint.foreign.plain import TRAINER_STATE, is_plain, read_plai
 from llmtrain.checkpoint.foreign.state import ForeignState, align_states
 from llmtrain.checkpoint.foreign.zero import is_deepspeed, latest_folder, read_deepspeed
 from llmtrain.checkpoint.manifest import manifest_files
+from llmtrain.errors import reason
 from llmtrain.system.untrusted import UNREADABLE, file_fault
 
 READ = "a folder of DeepSpeed, checkpoint-N of the Trainer, save_state of Accelerate, or torch.distributed.checkpoint"
@@ -22,8 +23,11 @@ def read_foreign(folder: Path) -> ForeignState:
 
     Raises CheckpointError for a folder that is of no known kind or not complete, and for pickles that would run code.
     """
-    state = _read(folder)
-    align_states(state)
+    try:
+        state = _read(folder)
+        align_states(state)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # whatever its files may hold
+        fail(folder, f"is not laid out as its program does ({type(error).__name__}: {reason(error)})")
     return state
 
 

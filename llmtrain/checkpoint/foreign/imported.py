@@ -243,8 +243,7 @@ def _other_options(
         found = [group.options[option] for group in groups if option in group.options]
         values = {tuple(value) if isinstance(value, list | tuple) else value for value in found}
         for value in sorted(values, key=str):
-            numbers = (value, ours) if isinstance(value, tuple) else ((value,), (ours,))
-            if any(abs(a - b) > CLOSE * abs(b) for a, b in zip(*numbers, strict=True)):
+            if not _is_close(value, ours):
                 yield f"{option}: {_shown(value)} in the folder, {_shown(ours)} here"
     decays: dict[tuple[float, float], list[str]] = {}
     for group in groups:
@@ -275,6 +274,17 @@ def _other_options(
                     f"learning rate: the folder's next step has {_shown(rate)}, and step {step + 1:,} of the recipe's "
                     f"schedule has {_shown(ours_next)}"
                 )
+
+
+def _is_close(value: Any, ours: Any) -> bool:
+    """Whether two options, numbers or tuples of numbers, are the same but for rounding."""
+    theirs, here = (one if isinstance(one, tuple) else (one,) for one in (value, ours))
+    are_numbers = all(isinstance(one, int | float) for one in theirs)
+    return (
+        are_numbers
+        and len(theirs) == len(here)
+        and all(abs(a - b) <= CLOSE * abs(b) for a, b in zip(theirs, here, strict=True))
+    )
 
 
 def _cleaned(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:

@@ -151,6 +151,10 @@ class StoredTensor(_Sealed):
 
     def read(self, first: int = 0, end: int | None = None) -> Tensor:
         """Returns elements `first` to `end` of the flat tensor; by default all of them, in its shape."""
+        if not 0 <= first <= (self.numel if end is None else end) <= self.numel:
+            raise _refused(
+                self._file, f"has a tensor of {self.numel:,} elements, of which {first:,} to {end:,} are needed"
+            )
         is_flat = self._stride == _contiguous(self.shape)
         span = self.numel if is_flat else _span(self.shape, self._stride)
         start, stop = (first, self.numel if end is None else end) if is_flat else (0, span)
