@@ -6,7 +6,7 @@ import json
 import math
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -94,7 +94,7 @@ def import_checkpoint(
     part = select_trained(recipe, whole.config)
     requires = [name for name, weight in whole.named_parameters() if weight.requires_grad]
     trained = [name for name in requires if part is None or name in part.weights]
-    name_states(state, names, trained, str(folder))
+    name_states(state, names, trained)
     kinds = plan.optimizer_row.states(recipe.optim)
     _check_states(state, names, trained, kinds, folder)
     _check_tied(state, names, folder)
@@ -233,9 +233,7 @@ def _other_options(
     optim = recipe.optim
     shapes = {file: names.shapes[name] for name in trained for file in names.files_of(name)}
     named = any(group.names for group in state.groups)
-    groups = [
-        group for group in state.groups if not named or any(name in shapes for name in _cleaned(group.names, shapes))
-    ]
+    groups = [group for group in state.groups if not named or any(name in shapes for name in group.names)]
     expected: dict[str, Any] = {"betas": tuple(optim.betas), "eps": optim.eps}
     if optim.name == "sgd":
         expected = {"momentum": optim.betas[0], "dampening": 0, "nesterov": False}
@@ -248,7 +246,7 @@ def _other_options(
     decays: dict[tuple[float, float], list[str]] = {}
     for group in groups:
         if isinstance(decay := group.options.get("weight_decay"), int | float):
-            for name in _cleaned(group.names, shapes):
+            for name in (name for name in group.names if name in shapes):
                 here = optim.weight_decay if len(shapes[name]) >= 2 else 0.0
                 if abs(decay - here) > CLOSE * max(abs(decay), abs(here)):
                     decays.setdefault((decay, here), []).append(name)
@@ -285,10 +283,6 @@ def _is_close(value: Any, ours: Any) -> bool:
         and len(theirs) == len(here)
         and all(abs(a - b) <= CLOSE * abs(b) for a, b in zip(theirs, here, strict=True))
     )
-
-
-def _cleaned(names: Sequence[str], known: Mapping[str, Any]) -> list[str]:
-    return [name for name in names if name in known]
 
 
 def _shown(value: Any) -> str:

@@ -57,17 +57,15 @@ class Names:
         self.groups = {name: group for name, group in aliases(model).items() if name == group[0]}
         self.parameters = list(dict(model.named_parameters()))
         """Names of the model's parameters, tied ones once, in its order."""
-        mapped = self._mapped(renames, folder)
-        self.origin = {new: old for old, new in mapped.items()}
+        self.origin = {new: old for old, new in self._mapped(renames, folder).items()}
         """Name after renaming → name in the folder."""
-        self.mapped = mapped
         meta = {
             new: torch.empty(state.weights[old].shape, dtype=_kind(state.weights[old]), device="meta")
             for new, old in self.origin.items()
         }
         self.importer = WeightImporter(model, meta)
         self._heads = _heads_of(model) if self.is_torchtitan else {}
-        self._check(meta, folder)
+        self._check(folder)
 
     def _mapped(self, renames: Sequence[tuple[str, str]], folder: str) -> dict[str, str]:
         """Maps each name of a weight in the folder to one that hub files of the model may have."""
@@ -97,7 +95,7 @@ class Names:
     def _known(self, names: Iterable[str], prefix: str) -> int:
         return sum(name.startswith(prefix) and name.removeprefix(prefix) in self.shapes for name in names)
 
-    def _check(self, meta: Mapping[str, Tensor], folder: str) -> None:
+    def _check(self, folder: str) -> None:
         problems = []
         if missing := [name for name in self.groups if not self.importer.has(name)]:
             message = f"lacks {len(missing)} of {len(self.groups)} weights of the recipe's model: {abbreviate(missing)}"
@@ -214,7 +212,7 @@ def _kind(tensor: ForeignTensor) -> torch.dtype:
     return torch.float32 if tensor.dtype.is_floating_point else torch.int64
 
 
-def name_states(state: ForeignState, names: Names, trained: Sequence[str], folder: str) -> None:
+def name_states(state: ForeignState, names: Names, trained: Sequence[str]) -> None:
     """Names the states of an optimizer that numbers its weights, by their order in the model.
 
     trained: names of the trained weights in the model's order. Raises CheckpointError unless one order of the usual
