@@ -102,6 +102,8 @@ def check_data(checkpoint: Path, key: str, recipe: Recipe | None = None) -> Trai
     recipe: of the run that continues. If it has other sources, its run directory has accepted them (`--allow-change`).
     """
     state = read_state(checkpoint)
+    if not state.data:  # imported from another program, whose data are not known here
+        state.data = key
     if state.data != key and recipe and read_plan(checkpoint).recipe.data.sources != recipe.data.sources:
         state.data = key
     if state.data != key:

@@ -1,6 +1,6 @@
-"""`llmtrain checkpoint`: lists, verifies and converts checkpoints.
+"""`llmtrain checkpoint`: lists, verifies, converts and imports checkpoints.
 
-As in `cli`, a command imports what it needs only when it runs. Only conversion loads torch.
+As in `cli`, a command imports what it needs only when it runs. Only conversion and import load torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from llmtrain.commands.options import JsonOption, TrustOption, named_cluster
+from llmtrain.commands.options import MAX_OPTION, JsonOption, RecipeArgument, SetOption, TrustOption, named_cluster
 from llmtrain.errors import CheckpointError, Exit, Problem, RecipeError
 from llmtrain.system.host import MAX_WORKERS
 from llmtrain.system.stops import interrupt_on_sigterm
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from llmtrain.checkpoint.folder import FoundCheckpoint
     from llmtrain.recipe.cluster import Cluster
 
-app = typer.Typer(help="List, verify and convert the checkpoints of a run.", no_args_is_help=True)
+app = typer.Typer(help="List, verify, convert and import checkpoints.", no_args_is_help=True)
 
 PathArgument = Annotated[
     Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="Run directory, its checkpoints/, or one checkpoint.")
@@ -120,6 +120,70 @@ def convert_checkpoint(
         plan = target_plan(checkpoint, parse_assignments(assignments), resized, trust_remote_code)
         convert(checkpoint, out, plan)
     print(f"converted {checkpoint} to {out}; continue with --resume {out}")
+
+
+@app.command("import")
+def import_foreign(
+    folder: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of DeepSpeed, the Trainer, Accelerate, FSDP or torchtitan.")
+    ],
+    recipe: RecipeArgument,
+    assignments: SetOption = [],  # noqa: B006  (typer copies it)
+    run_dir: Annotated[Path | None, typer.Option(help="New run directory; default: runs/NAME[-VARIANT].")] = None,
+    nproc: Annotated[
+        int | None, typer.Option(help="Number of workers for which the recipe is planned here.", min=1, max=MAX_WORKERS)
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Number of optimizer steps taken; default: as the folder tells.", min=1)
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="Number of sequences already read, in this recipe's order.", min=0, max=MAX_OPTION)
+    ] = 0,
+    rename: Annotated[
+        list[str],
+        typer.Option(
+            metavar="PATTERN=REPLACEMENT",
+            help="Replace a regular expression in the folder's names of weights. Repeatable; applied in this order.",
+        ),
+    ] = [],  # noqa: B006
+    trust_remote_code: TrustOption = False,
+) -> None:
+    """Begin a run with another program's training state.
+
+    Takes weights, optimizer states and step from DeepSpeed's folders (ZeRO 0 to 3, pipelines, universal checkpoints),
+    checkpoint-N of the Trainer, save_state of Accelerate, and torch.distributed.checkpoint. Runs nothing that a pickle
+    names. `llmtrain train RECIPE` continues.
+    """
+    interrupt_on_sigterm()
+    from llmtrain.plan.load import load_recipe
+    from llmtrain.plan.rules import resolve
+    from llmtrain.run_dir import RunDir, default_run_dir
+    from llmtrain.system.stops import say
+
+    renames = []
+    for text in rename:
+        pattern, equals, replacement = text.partition("=")
+        if not equals or not pattern:
+            problem = Problem(
+                "import.rename", "--rename", f"'{text}' is not PATTERN=REPLACEMENT", "--rename '^net\\.=model.'"
+            )
+            raise RecipeError(problem)
+        renames.append((pattern, replacement))
+    declared, written_for = load_recipe(recipe, assignments)
+    if trust_remote_code:
+        declared = declared.with_(**{"model.trust_remote_code": True})
+    _, _, variant = recipe.partition(":")
+    cluster = named_cluster(None, 1, nproc, "cpu") if nproc else named_cluster(written_for, None, None, None)
+    # As for a conversion: no GPU is initialised.
+    os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="")
+    with quiet_libraries():
+        from llmtrain.checkpoint.foreign.imported import import_checkpoint
+
+        target = RunDir(run_dir) if run_dir else default_run_dir(declared, variant or None)
+        plan = resolve(declared, cluster)
+        done = import_checkpoint(folder, plan, target, step=step, samples=samples, renames=renames, say=say)
+    print(*done.lines(), sep="\n")
+    print(f"imported {folder} as {done.checkpoint}; llmtrain train continues it")
 
 
 def is_one(path: Path) -> bool:

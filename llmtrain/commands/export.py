@@ -62,13 +62,22 @@ class ExportRequest:
             metavar="OWNER/NAME", help="Upload the folder to this hub repository; a new repository is private."
         ),
     ] = None
+    form: Annotated[
+        Literal["hugging-face", "deepspeed-universal", "dcp"],
+        typer.Option(
+            "--format",
+            help="hugging-face: weights; deepspeed-universal, dcp (torch.distributed.checkpoint): the training state, "
+            "with which other programs continue.",
+        ),
+    ] = "hugging-face"
     public: Annotated[bool, typer.Option("--public", help="With --push: use a public repository.")] = False
 
 
 def export_model(request: ExportRequest) -> None:
-    """Write a checkpoint as a Hugging Face folder.
+    """Write a checkpoint as a folder for other programs.
 
-    The folder contains the weights (safetensors), configuration, tokenizer and model card.
+    A Hugging Face folder contains the weights (safetensors), configuration, tokenizer and model card. --format writes
+    the training state instead.
 
     --push uploads it to the hub. The token is read from HF_TOKEN, or from where `hf auth login` stores it.
     """
@@ -96,6 +105,11 @@ def export_model(request: ExportRequest) -> None:
 def _conflicts(request: ExportRequest) -> Iterator[Problem]:
     if request.into != "trained" and not request.merge:
         yield Problem("export.merge", "--into", "is only supported with --merge", "add --merge")
+    if request.form != "hugging-face":
+        others = {**_of_weights(request), "--merge": request.merge, "--push": request.push}
+        for option in (option for option, value in others.items() if value):
+            message = f"does not apply to --format {request.form}, which writes fp32 weights and optimizer states"
+            yield Problem("export.format", option, message, "leave it out")
     if request.public and not request.push:
         yield Problem("export.push", "--public", "is only supported with --push", "add --push OWNER/NAME")
     if request.out is None and not request.push:
@@ -103,12 +117,8 @@ def _conflicts(request: ExportRequest) -> Iterator[Problem]:
     elif request.out is None:
         written = {
             "--best": request.best,
-            "--dtype": request.dtype,
-            "--max-shard-size": request.max_shard_size != SHARD_SIZE,
-            "--tokenizer": request.tokenizer,
+            **_of_weights(request),
             "--merge": request.merge,
-            "--base": request.base,
-            "--text-only": request.text_only,
             "--trust-remote-code": request.trust_remote_code,
         }
         for option, value in written.items():
@@ -116,10 +126,26 @@ def _conflicts(request: ExportRequest) -> Iterator[Problem]:
                 yield Problem("export.out", option, "needs OUT, a folder to create", "name it before --push")
 
 
+def _of_weights(request: ExportRequest) -> dict[str, object]:
+    """Returns the options that only concern a folder of weights; those that are not given are false."""
+    return {
+        "--dtype": request.dtype,
+        "--max-shard-size": request.max_shard_size != SHARD_SIZE,
+        "--tokenizer": request.tokenizer,
+        "--base": request.base,
+        "--text-only": request.text_only,
+    }
+
+
 def _write(source: Path, out: Path, is_peft: bool, request: ExportRequest) -> None:
     """Writes the folder. Loads torch."""
     interrupt_on_sigterm()
     with quiet_libraries():
+        if request.form != "hugging-face":
+            from llmtrain.checkpoint.foreign.exported import export_state
+
+            export_state(source, out, request.form, trust_remote_code=request.trust_remote_code)
+            return
         from llmtrain.checkpoint.export import export, size_in_bytes
         from llmtrain.checkpoint.merge import merge, merge_checkpoint
 

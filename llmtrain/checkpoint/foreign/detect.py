@@ -1,0 +1,70 @@
+"""Chooses the reader of a folder that another program wrote."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from llmtrain.checkpoint.foreign.distributed import is_distributed, read_distributed
+from llmtrain.checkpoint.foreign.pickles import fail
+from llmtrain.checkpoint.foreign.plain import TRAINER_STATE, is_plain, read_plain, steps_of_trainer, unread_files
+from llmtrain.checkpoint.foreign.state import ForeignState, align_states
+from llmtrain.checkpoint.foreign.zero import is_deepspeed, latest_folder, read_deepspeed
+from llmtrain.checkpoint.manifest import manifest_files
+from llmtrain.errors import reason
+from llmtrain.system.untrusted import UNREADABLE, file_fault
+
+READ = "a folder of DeepSpeed, checkpoint-N of the Trainer, save_state of Accelerate, or torch.distributed.checkpoint"
+FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+"""Folders of Accelerate with FSDP."""
+
+
+def read_foreign(folder: Path) -> ForeignState:
+    """Reads the state in a folder of another program; of its tensors, only what describes them.
+
+    Raises CheckpointError for a folder that is of no known kind or not complete, and for pickles that would run code.
+    """
+    try:
+        state = _read(folder)
+        align_states(state)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # whatever its files may hold
+        fail(folder, f"is not laid out as its program does ({type(error).__name__}: {reason(error)})")
+    return state
+
+
+def _read(folder: Path) -> ForeignState:
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except UNREADABLE as error:
+        fail(folder, f"cannot be read: {file_fault(error)}", f"name {READ}")
+    if manifest_files(folder):
+        fail(folder, "is a checkpoint of llmtrain", "continue from it with llmtrain train --resume")
+    if is_distributed(folder):
+        if any(name.startswith("common.pt") for name in names):
+            message = "is a distributed checkpoint of Megatron, whose layers have other names and shapes"
+            fail(folder, message, "export it with Megatron-Bridge, and train from its weights with model.pretrained")
+        return read_distributed(folder)
+    if is_deepspeed(folder):
+        return read_deepspeed(folder)
+    if FSDP_MODEL in names and is_distributed(folder / FSDP_MODEL):
+        others = [folder / FSDP_OPTIMIZER] if is_distributed(folder / FSDP_OPTIMIZER) else []
+        return _of_trainer(folder, read_distributed(folder / FSDP_MODEL, others))
+    if latest := latest_folder(folder):
+        if not is_deepspeed(latest):
+            fail(latest, "has no model states of DeepSpeed", f"name {READ}")
+        return _of_trainer(folder, read_deepspeed(latest))
+    if is_plain(folder):
+        return read_plain(folder)
+    if "latest_checkpointed_iteration.txt" in names or "metadata.json" in names:
+        message = "is a checkpoint of Megatron, whose layers have other names and shapes"
+        fail(folder, message, "export it with Megatron-Bridge, and train from its weights with model.pretrained")
+    fail(folder, "has no optimizer states of a known kind", f"name {READ}")
+
+
+def _of_trainer(folder: Path, state: ForeignState) -> ForeignState:
+    """Adds what the Trainer or Accelerate keep around the folder of another library."""
+    kind = "Trainer" if (folder / TRAINER_STATE).is_file() else "Accelerate" if unread_files(folder) else ""
+    state.program = f"{kind} with {state.program}" if kind else state.program
+    steps = steps_of_trainer(folder)
+    state.step = state.step if steps is None else steps
+    state.unread = list(dict.fromkeys([*state.unread, *unread_files(folder)]))
+    return state
