@@ -246,8 +246,8 @@ CHECKPOINTS = (
     Setting(key="enable_jit_checkpoint", harmless="a run saves its state on SIGTERM"),
     Setting(
         key="resume_from_checkpoint",
-        unsupported="the same command continues a run of ours; states of the Trainer cannot be continued: start from "
-        "their weights (model.pretrained)",
+        unsupported="the same command continues a run of ours; `llmtrain checkpoint import` begins one with a state of "
+        "the Trainer",
     ),
     Setting(key="ignore_data_skip", unsupported="a continued run reads the rows that it has not read"),
     Setting(key="restore_callback_states_from_checkpoint", harmless="callbacks are restored if they have a state"),
