@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import groupby
 
 from llmtrain.plan.migrate.programs import PROGRAMS
 from llmtrain.plan.migrate.translation import Setting
@@ -26,7 +27,12 @@ def files() -> Files:
 
 
 def _table(rows: tuple[Setting, ...]) -> str:
-    return table(("Setting", "Recipe", ""), (_cells(row) for row in rows))
+    """Returns a table in which neighbours that only have a reason, and the same one, share a row."""
+    groups = groupby(map(_cells, rows), key=lambda cells: cells[1:] if not cells[1] else cells)
+    joined = (list(group) for _, group in groups)
+    return table(
+        ("Setting", "Recipe", ""), ((", ".join(cells[0] for cells in group), *group[0][1:]) for group in joined)
+    )
 
 
 def _cells(row: Setting) -> tuple[str, str, str]:

@@ -17,7 +17,7 @@ from llmtrain.cli import app
 from llmtrain.commands.completion import assignments
 from llmtrain.errors import RecipeError
 from llmtrain.plan.load import declared
-from llmtrain.recipe import LoraConfig, Recipe, parse_assignments
+from llmtrain.recipe import LoraConfig, Recipe, Source, parse_assignments
 from llmtrain.recipe.aliases import FIELD_OF_ALIAS
 
 ROOT = Path(__file__).parents[2]
@@ -115,29 +115,35 @@ def test_unknown_fields_are_found(tiny):
 
 
 COMING_FROM = (ROOT / "docs/guides/coming_from.md").read_text(encoding="utf-8")
-OF_PROGRAMS = sorted((ROOT / "docs/guides/coming_from").glob("*.md"))
-"""The pages of programs, whose tables are those that translate."""
-TABLES = "\n".join([COMING_FROM, *(page.read_text(encoding="utf-8") for page in OF_PROGRAMS)])
-ROWS = re.findall(r"^\| (`.*?) \| (.*?) \| (.*) \|$", TABLES, re.MULTILINE)
+PAGES_OF_PROGRAMS = {
+    page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs/guides/coming_from").glob("*.md")
+}
+ROW = re.compile(r"^\| (`.*?) \| (.*?) \| (.*) \|$", re.MULTILINE)
+WITH_OWN_NAMES = ("axolotl", "llama_factory", "ms_swift", "torchtitan")
+"""Pages of programs in which a name of the Trainer or of DeepSpeed may mean something else."""
 
 
-@pytest.mark.parametrize(("theirs", "ours", "note"), ROWS, ids=[row[0] for row in ROWS])
-def test_settings_of_others_become_fields_that_exist(theirs, ours, note, tiny):
+@pytest.mark.parametrize("page", ["", *sorted(PAGES_OF_PROGRAMS)])
+def test_settings_of_others_become_fields_that_exist(page, tiny):
     """Those that error messages translate become the same ones on the page."""
     fields = {name.removesuffix("=") for name in assignments("")}
-    named = re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+)(?:=([^`]*))?`", ours + note)
-    assert {field for field, _ in named} <= fields
+    fields |= {
+        f"{sources}.{name}" for sources in ("data.sources", "evaluation.sources") for name in Source.model_fields
+    }
     with_adapter = tiny.with_(**{"model.pretrained": "folder", "model.architecture": None, "model.config": {}})
     with_adapter = with_adapter.with_(**{"model.adapter": LoraConfig(rank=8)})
-    for field, value in named:
-        if value:
-            with_adapter.with_(**parse_assignments([f"{field}={value}"]))
-    for name in re.findall(r"`(\w+)(?![\w.])", theirs):
-        assert FIELD_OF_ALIAS.get(name, "") in ours + note
+    for theirs, ours, note in ROW.findall(PAGES_OF_PROGRAMS.get(page, COMING_FROM)):
+        named = re.findall(r"`([a-z]+(?:\.[a-z_0-9]+)+)(?:=([^`]*))?`", ours + note)
+        assert {field for field, _ in named} <= fields, theirs
+        for field, value in named:
+            if value:
+                with_adapter.with_(**parse_assignments([f"{field}={value}"]))
+        for name in re.findall(r"`(\w+)(?![\w.])", theirs) if page not in WITH_OWN_NAMES else ():
+            assert FIELD_OF_ALIAS.get(name, "") in ours + note, theirs
 
 
 def test_the_recipe_of_the_page_for_others_is_valid(tmp_path):
-    [text] = re.findall(r"^```yaml\n(.*?)^```", COMING_FROM, re.DOTALL | re.MULTILINE)
+    [text] = re.findall(r"^```yaml\n(.*?)^```", PAGES_OF_PROGRAMS["axolotl"], re.DOTALL | re.MULTILINE)
     (tmp_path / "sft.yaml").write_text(text)
     recipe, _ = declared(tmp_path / "sft.yaml")
     assert (recipe.model.adapter.rank, recipe.train.epochs, recipe.parallel.precision) == (16, 3, "bf16")

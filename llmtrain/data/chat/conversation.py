@@ -541,6 +541,9 @@ def _history(parts: Mapping[str, Any]) -> list[Any]:
 
 
 def _turns(value: Any, role: str) -> list[Any]:
+    """Returns the turns of a part: those of a list, one message, or the text of a role."""
+    if isinstance(value, Mapping) and _role(value):
+        return [value]
     return list(value) if isinstance(value, (list, tuple)) else [{"role": role, "content": value}]
 
 

@@ -114,9 +114,14 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
             yield start + 1, joined
 
 
+HASH = "\ue023"
+"""Stands for a `#` within a word."""
+
+
 def _words(source: str) -> list[str]:
     """Returns the words of a command, up to a pipe or a redirection."""
-    lexer = shlex.shlex(source, posix=True, punctuation_chars="|&;<>")
+    within = re.sub(r"(?<=\S)#", HASH, source)  # shlex takes it for the beginning of a comment, a shell does not
+    lexer = shlex.shlex(within, posix=True, punctuation_chars="|&;<>")
     lexer.whitespace_split = True
     lexer.commenters = "#"
     words: list[str] = []
@@ -125,7 +130,7 @@ def _words(source: str) -> list[str]:
             if word.startswith(">") and words and words[-1] in ("1", "2"):
                 words.pop()
             break
-        words.append(word)
+        words.append(word.replace(HASH, "#"))
     return words
 
 

@@ -61,6 +61,17 @@ def _shard(translation: Translation) -> None:
         translation.different("", None, "the optimizer's states are sharded (ZeRO 1), with the same results", stage)
 
 
+def hold_pairs(translation: Translation, key: str, length: int) -> None:
+    """Sets the sequences of a preference loss. length: the most tokens of one completion with its prompt."""
+    translation.set("data.sequence_length", 2 * length, f"2 × {key}: both completions of a pair")
+    translation.set("data.packing", "best_fit", "whole pairs share a sequence")
+    text = (
+        "counts sequences, and each has as many pairs as fit: `llmtrain data RECIPE` prints how many, by which to "
+        f"divide it for as many pairs per step as in {translation.program}"
+    )
+    translation.different("", None, text, "batch.global_batch_size")
+
+
 def recipe_name(text: str) -> str:
     """Returns a name of a recipe that is like a text."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._") or "run"

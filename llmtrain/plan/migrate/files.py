@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from llmtrain.errors import Problem, RecipeError
+from llmtrain.errors import Problem, RecipeError, format_value
 from llmtrain.plan.load.yaml_file import CoreLoader
 from llmtrain.plan.migrate.command_line import parse_command
 from llmtrain.plan.migrate.pickled import read_pickled
@@ -23,6 +23,24 @@ from llmtrain_lint.yaml_text import KeyPath, YamlError, parse_yaml
 
 MAX_FILE = 1 << 20
 """Bytes of the longest file of settings; those in use have a few kilobytes."""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+
+
+KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "number": ("a number", _is_number),
+    "count": ("a positive whole number", lambda value: _is_number(value) and value == int(value) and value > 0),
+    "text": ("a text", lambda value: isinstance(value, str)),
+    "mapping": ("a mapping of names to values", lambda value: isinstance(value, Mapping)),
+    "names": ("a name, or a list of names", _is_names),
+}
+"""Kind of a setting → in words, and the check of a value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +67,40 @@ class ForeignFile:
             key = key.rpartition(".")[0]
         return f"{self.path}:{self.lines[key]}" if key else str(self.path)
 
+    def check(self, within: str = "", **kinds: str) -> None:
+        """Raises RecipeError with every setting that is given and is not of its kind.
+
+        within: dotted key of the mapping that has the settings. kinds: one of `KINDS` → dotted keys with spaces.
+        """
+        problems = []
+        for kind, keys in kinds.items():
+            what, is_kind = KINDS[kind]
+            for name in keys.split():
+                key = f"{within}.{name}" if within else name
+                value = self.value(key)
+                if value is not None and value is not False and not is_kind(value):
+                    message = f"is {format_value(value)}, not {what}"
+                    problems.append(Problem("import.value", f"{self.place(key)}: {key}", message))
+        if problems:
+            raise RecipeError(problems)
+
+    def value(self, key: str) -> Any:
+        """Returns the value of a dotted key, in which items of lists are numbered; None if there is none."""
+        value: Any = self.values
+        for name in key.split("."):
+            if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+                value = value[int(name)]
+            else:
+                value = value.get(name) if isinstance(value, Mapping) else None
+        return value
+
     def error(self, rule: str, key: str, message: str, fix: str = "") -> RecipeError:
         """Returns the error about a setting."""
         return RecipeError(Problem(rule, f"{self.place(key)}: {key}", message, fix))
 
 
 class ForeignLoader(CoreLoader):
-    """Reads `yes`, `no`, `on` and `off` as YAML 1.1, as these programs do, and `2e-5` as the number that it means."""
+    """Reads `yes`, `no`, `on`, `off` and `500_000` as YAML 1.1, as these programs do, and `2e-5` as a number."""
 
 
 def _switch(loader: Any, node: yaml.Node) -> bool:
@@ -66,6 +111,9 @@ ForeignLoader.add_implicit_resolver(
     "tag:yaml.org,2002:bool", re.compile("(?:yes|Yes|YES|no|No|NO|on|On|ON|off|Off|OFF)$"), list("yYnNoO")
 )
 ForeignLoader.add_constructor("tag:yaml.org,2002:bool", _switch)
+ForeignLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile("[-+]?[1-9][0-9]*(?:_[0-9]+)+$"), list("-+123456789")
+)
 
 
 def read_foreign(path: Path) -> ForeignFile:

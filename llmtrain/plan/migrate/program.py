@@ -93,6 +93,8 @@ class Program:
     """Pattern of what starts it on a command line, or of the class of its arguments in a Python file."""
     recognise: Callable[[ForeignFile], bool] | None = None
     """Whether a file is for the program, where marks and command do not tell."""
+    has_generation_settings: bool = False
+    """Whether its files may say how texts are generated, although training does not depend on it."""
     beside: bool = False
     """Whether a file of it may stand beside one of another program."""
 

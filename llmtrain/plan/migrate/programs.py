@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from llmtrain.errors import Problem, RecipeError, abbreviate, did_you_mean
-from llmtrain.plan.migrate import accelerate, deepspeed_json, trainer, trl
+from llmtrain.plan.migrate import accelerate, axolotl, deepspeed_json, llama_factory, swift, torchtitan, trainer, trl
 from llmtrain.plan.migrate.files import ForeignFile, read_foreign
 from llmtrain.plan.migrate.program import Given, Program
 from llmtrain.plan.migrate.translation import Translation
 
 PROGRAMS: dict[str, Program] = {
-    program.name: program for program in (trainer.PROGRAM, *trl.PROGRAMS, deepspeed_json.PROGRAM, accelerate.PROGRAM)
+    program.name: program
+    for program in (
+        *(trainer.PROGRAM, *trl.PROGRAMS, deepspeed_json.PROGRAM, accelerate.PROGRAM),
+        *(axolotl.PROGRAM, llama_factory.PROGRAM, swift.PROGRAM, torchtitan.PROGRAM),
+    )
 }
 """The known programs by their names on the command line."""
 
@@ -62,7 +66,8 @@ def translate(paths: Sequence[Path], devices: int | None = None, program: str | 
 
 def recognised(file: ForeignFile) -> Program:
     """Returns the program that a file is for. Raises RecipeError if it is none, or several."""
-    if GENERATES.search(file.program) or not GENERATION.isdisjoint(file.values):
+    own = [program for program in PROGRAMS.values() if program.has_generation_settings and _fits(program, file)]
+    if GENERATES.search(file.program) or not (own or GENERATION.isdisjoint(file.values)):
         message = "trains on texts that the model generates (GRPO, PPO, RLOO, …), which is not supported"
         raise RecipeError(Problem("import.program", str(file.path), message, "DPO, KTO and ORPO train on given texts"))
     found = [program for program in PROGRAMS.values() if _fits(program, file)]

@@ -592,7 +592,9 @@ class _Arguments:
             self.note("fsdp_config", harmless="has no effect without fsdp")
             return
         self.to.same(self.settings.shown("fsdp"), kind, "parallel.accelerate")
-        values = {key.removeprefix("fsdp_"): value for key, value in (block or {}).items()}
+        values = (
+            {key.removeprefix("fsdp_"): value for key, value in block.items()} if isinstance(block, Mapping) else {}
+        )
         names = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
         for word in words:
             if word in names:

@@ -45,6 +45,18 @@ class Setting:
     """Whether only earlier releases of the program have it."""
 
 
+def without_counterpart(reasons: Mapping[str, str], *, harmless: bool = False) -> tuple[Setting, ...]:
+    """Returns settings without a field of a recipe, by what is said of them.
+
+    reasons: reason → keys, separated by spaces. harmless: whether training does not depend on them.
+    """
+    return tuple(
+        Setting(key=key, harmless=reason) if harmless else Setting(key=key, unsupported=reason)
+        for reason, keys in reasons.items()
+        for key in keys.split()
+    )
+
+
 @dataclass(frozen=True)
 class Line:
     """What became of a setting."""
@@ -222,12 +234,20 @@ class Translation:
         program: whose they are; by default the translated one.
         """
         text = f"is no setting of {program or self.program} that is known here"
+        if not settings.prefix:
+            self.lines = [
+                replace(line, key=settings.shown(line.key)) if line.key in settings else line for line in self.lines
+            ]
         for key, value in settings.untaken().items():
             if value is not None:
                 self.unsupported(settings.shown(key), value, text)
         noted = [line.key for line in self.lines]
         for key, value in settings.taken().items():
-            if not any(settings.shown(key) in name for name in noted):
+            if any(settings.shown(key) in name for name in noted):
+                continue
+            if not value:
+                self.same(settings.shown(key), value, text="off")
+            else:
                 self.unsupported(settings.shown(key), value, "is not translated: it is no value of the usual kind")
 
     def _apply(self, setting: Setting, value: Any, settings: Settings, given: bool) -> None:

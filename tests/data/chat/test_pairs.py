@@ -37,6 +37,7 @@ def test_prompts_are_columns_or_the_common_beginning_of_both() -> None:
     assert read({"prompt": "a", "chosen": "good", "rejected": "bad"}) == expected
     assert read({"question": "a", "chosen": "good", "rejected": "bad"}) == expected
     assert read({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}) == expected
+    assert read({"prompt": [ASKED], "chosen": GOOD, "rejected": BAD}) == expected
     assert read({"chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}) == expected
     assert read({"prompt": "a", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}) == expected
     assert read({"prompt": None, "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}) == expected
