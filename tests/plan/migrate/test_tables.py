@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from llmtrain.plan.migrate import accelerate, deepspeed_json, trainer, trl
+from llmtrain.plan.migrate import accelerate, deepspeed_settings, trainer_settings, trl_settings
 from llmtrain.plan.migrate.programs import translate
 from llmtrain.recipe import Recipe
 from llmtrain_lint.schema import Node, schema
@@ -29,9 +29,9 @@ def test_tables_have_the_settings_of_the_trainer_and_of_trl():
     from transformers import TrainingArguments
     from trl import DPOConfig, KTOConfig, ModelConfig, RewardConfig, ScriptArguments, SFTConfig
 
-    assert names(TrainingArguments) - keys(trainer.TABLES) == set()
+    assert names(TrainingArguments) - keys(trainer_settings.TABLES) == set()
     for kind in (SFTConfig, DPOConfig, KTOConfig, RewardConfig, ModelConfig, ScriptArguments):
-        assert names(kind) - keys(trainer.TABLES) - keys(trl.TABLES) == set(), kind
+        assert names(kind) - keys(trainer_settings.TABLES) - keys(trl_settings.TABLES) == set(), kind
 
 
 @pytest.mark.slow
@@ -42,10 +42,10 @@ def test_defaults_are_those_of_the_installed_trainers():
     kinds = {"sft": SFTConfig, "dpo": DPOConfig, "kto": KTOConfig, "reward": RewardConfig}
     for method, kind in kinds.items():
         own = {field.name: field.default for field in dataclasses.fields(kind)}
-        ours = trl.DEFAULTS[method] | trl.SHARED_DEFAULTS | {"bf16": None}  # which it makes true
+        ours = trl_settings.DEFAULTS[method] | trl_settings.SHARED_DEFAULTS | {"bf16": None}  # which it makes true
         assert {name: own[name] for name in ours} == ours
-        assert own["max_length"] == trl.MAX_LENGTH
-    rows = {row.key: row for table in trainer.TABLES.values() for row in table}
+        assert own["max_length"] == trl_settings.MAX_LENGTH
+    rows = {row.key: row for table in trainer_settings.TABLES.values() for row in table}
     declared = Recipe.model_fields
     for field in dataclasses.fields(TrainingArguments):
         row = rows[field.name]
@@ -73,7 +73,7 @@ def test_tables_have_the_settings_of_accelerate():
 
 
 def test_tables_have_the_keys_of_deepspeed():
-    known = keys(deepspeed_json.TABLES)
+    known = keys(deepspeed_settings.TABLES)
 
     def missing(node: Node, path: str):
         for name, inner in (node.keys or {}).items():
@@ -101,10 +101,14 @@ def samples(row):
 @pytest.mark.parametrize("program", ["trainer", "trl-sft", "trl-dpo", "trl-kto", "trl-orpo", "trl-reward"])
 def test_rows_become_lines(program, tmp_path):
     file = tmp_path / "args.json"
-    tables = [*trainer.TABLES.values(), *trainer.OF_SCRIPTS.values()]
+    tables = [*trainer_settings.TABLES.values(), *trainer_settings.OF_SCRIPTS.values()]
     if program != "trainer":
         method = program.removeprefix("trl-")
-        tables = [trl.ROWS, trl.OF_METHOD[method], *(() if method == "sft" else (trl.OF_PREFERENCES,))]
+        tables = [
+            trl_settings.ROWS,
+            trl_settings.OF_METHOD[method],
+            *(() if method == "sft" else (trl_settings.OF_PREFERENCES,)),
+        ]
     silent = []
     for table in tables:
         for row in table:
@@ -127,7 +131,7 @@ def test_rows_of_deepspeed_are_keys_that_it_knows():
     free = ("optimizer.params.", "scheduler.params.")
     unknown = [
         key
-        for key in keys(deepspeed_json.TABLES)
+        for key in keys(deepspeed_settings.TABLES)
         if known.node(*key.split(".")) is None and key not in older and not key.startswith(free)
     ]
     assert unknown == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from llmtrain.plan.migrate import trainer
+from llmtrain.plan.migrate import trainer_settings
 from llmtrain.plan.migrate.translation import Setting, without_counterpart
 
 TITLE = "axolotl"
@@ -36,7 +36,7 @@ def names_in(value: Any) -> list[str]:
     return [str(item) for item in value] if isinstance(value, (list, tuple)) else [str(value)]
 
 
-OPTIMIZERS: dict[str, str] = trainer.OPTIMIZERS | {
+OPTIMIZERS: dict[str, str] = trainer_settings.OPTIMIZERS | {
     "adamw": "adamw",
     "optimi_adamw": "adamw",
     "ao_adamw_8bit": "adamw_8bit",
@@ -45,7 +45,7 @@ OPTIMIZERS: dict[str, str] = trainer.OPTIMIZERS | {
     "muon": "muon",
 }
 """`optimizer` → optim.name."""
-OPTIMIZERS_DIFFER: dict[str, str] = trainer.OPTIMIZERS_DIFFER | {
+OPTIMIZERS_DIFFER: dict[str, str] = trainer_settings.OPTIMIZERS_DIFFER | {
     "adamw_torch_4bit": "moments have 8 bits in place of 4",
     "ao_adamw_4bit": "moments have 8 bits in place of 4",
     "muon": "matrices of decoder layers; all other weights are updated as by adamw, at the same learning rate",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llmtrain.plan.migrate.axolotl.settings import OPTIMIZERS, OPTIMIZERS_DIFFER, SETTINGS, number
-from llmtrain.plan.migrate.trainer import SCHEDULES
+from llmtrain.plan.migrate.trainer_settings import SCHEDULES
 from llmtrain.plan.migrate.translation import Settings, Translation
 
 
