@@ -113,7 +113,7 @@ WITHOUT_EFFECT = without_counterpart(
         ),
         "only what is shown depends on it": (
             "plot_loss print_param_status include_effective_tokens_per_second hf_hub_token ms_hub_token om_hub_token "
-            "use_fast_tokenizer overwrite_output_dir cache_dir"
+            "use_fast_tokenizer cache_dir"
         ),
         "`llmtrain train` starts the workers": "ray_num_workers ray_init_kwargs master_addr master_port",
     },
@@ -359,10 +359,15 @@ def _freeze(result: Translation, settings: Settings) -> None:
         text = f"name the parameters of the last {count} layers, such as model.layers.30.*: the model is not here"
         result.missing("model.trainable", text, count)
         result.set("model.trainable", ["model.layers.*", *extra], "fill in: these are all layers")
+        _note_frozen(result, settings)
         return
     numbers = range(layers - count, layers) if count > 0 else range(layers)
     parts = ["*" if name == "all" else f"*{name}*" for name in modules]
     result.set("model.trainable", [f"*.{number}.{part}" for number in numbers for part in parts] + extra, "freeze_…")
+    _note_frozen(result, settings)
+
+
+def _note_frozen(result: Translation, settings: Settings) -> None:
     for key in ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"):
         if key in settings:
             result.same(key, settings.take(key), "model.trainable")
@@ -467,6 +472,7 @@ def _source(
     source |= {field.removeprefix("data.sources."): value for field, value in own.fields.items()}
     columns = dict(described.take("columns") or {})
     _rows(own, described, source, columns, stage)
+    own.same_as_read(described, "data.sources")
     own.report_untaken(described)
     result.lines += own.lines
     result.same(key, name, "data.sources", source["name"])
@@ -642,6 +648,12 @@ def _objective(result: Translation, settings: Settings, stage: str) -> None:
 
 def _precision(result: Translation, settings: Settings) -> None:
     precision, pure = result.fields.get("parallel.precision"), settings.take("pure_bf16")
+    halves = [settings.shown(key) for key in ("bf16", "fp16")]
+    result.lines = [line for line in result.lines if line.key not in halves or not line.value]
+    for key in ("bf16", "fp16"):
+        if settings.take(key):
+            text = "what is trained has fp32 weights, as LLaMA-Factory casts it; frozen weights have 16 bits"
+            result.same(key, True, "parallel.precision", text)
     if pure:
         result.set("parallel.precision", "bf16", "pure_bf16")
         text = "fp32 master weights are kept beside the bf16 weights; without them, small updates are rounded away"

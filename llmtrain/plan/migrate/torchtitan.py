@@ -216,7 +216,9 @@ def _schedule(result: Translation, settings: Settings) -> None:
         result.set("optim.schedule", "wsd", "lr_scheduler.decay_ratio")
         result.set("optim.decay_steps", round(share * steps), f"{share} of {steps} steps")
         result.same("lr_scheduler.decay_ratio", share, "optim.decay_steps")
-        if kind != "linear":
+        if kind == "linear":
+            result.same("lr_scheduler.decay_type", kind, "optim.schedule")
+        else:
             text = "the final decay is linear"
             result.different("lr_scheduler.decay_type", kind, text, "optim.schedule")
     else:
@@ -236,6 +238,9 @@ def _saves(result: Translation, settings: Settings) -> None:
     interval: Any = settings.take("checkpoint.interval", 500)
     if saves:
         result.set("checkpoint.every_steps", interval, "checkpoint.interval")
+        for key in ("checkpoint.enable", "checkpoint.enable_checkpoint"):
+            if settings.take(key):
+                result.same(key, True, "checkpoint.every_steps")
     result.same("checkpoint.interval", interval, "checkpoint.every_steps", "" if saves else "only the end is saved")
     kept = settings.take("checkpoint.keep_latest_k")
     if kept:

@@ -228,6 +228,13 @@ class Translation:
             if value is not None and value != {}:
                 self._apply(setting, value, settings, given)
 
+    def same_as_read(self, settings: Settings, name: str) -> None:
+        """Notes that all settings that were read, and have no line yet, were taken over. name: the field for them."""
+        noted = {line.key for line in self.lines}
+        for key, value in settings.taken().items():
+            if settings.shown(key) not in noted:
+                self.same(settings.shown(key), value, name)
+
     def report_untaken(self, settings: Settings, program: str = "") -> None:
         """Notes every setting that was not read, or of whose value nothing was made.
 

@@ -39,6 +39,17 @@ TEXTS = (
     "attn_implementation excess_length_strategy default_system_message chat_template_jinja"
 )
 """Settings that are translated together with others, by the kind of their values."""
+USUAL: dict[str, tuple[Any, ...]] = {
+    "save_strategy": ("steps", "epoch", "best"),
+    "eval_strategy": ("steps", "epoch"),
+    "shuffle_merged_datasets": (True,),
+    "context_parallel_size": (1,),
+    "sequence_parallel_degree": (1,),
+    "pretrain_multipack_attn": (True,),
+    "pretraining_sample_concatenation": (True,),
+    "bf16": (True, "auto"),
+}
+"""Values that are what happens here, too, or that another setting's line explains."""
 NO_GENERATION = frozenset({"grpo", "gdpo", "ebft"})
 
 
@@ -66,6 +77,10 @@ def translate(given: Given) -> Translation:
     result.apply(settings, [row for row in rows if adapts or not row.field.startswith("model.adapter.")])
     translate_deepspeed(result, settings, given)
     _always_different(result, settings, rl)
+    noted = {line.key for line in result.lines}
+    for key, usual in USUAL.items():
+        if key not in noted and (value := settings.take(key)) in usual:
+            result.same(key, value)
     result.report_untaken(settings)
     complete(result)
     return result

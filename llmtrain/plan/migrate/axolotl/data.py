@@ -186,6 +186,7 @@ def _sources(
     own.same(f"{prefix}path", path, "data.sources.name")
     if names != [path]:
         own.same(f"{prefix}data_files", names, "data.sources.name")
+    own.same_as_read(settings, "data.sources")
     own.report_untaken(settings)
     for line in own.lines:
         field = line.field.replace("data.sources", place) if line.field.startswith("data.sources.") else line.field

@@ -55,11 +55,13 @@ def _schedule(result: Translation, settings: Settings) -> None:
         result.same("cosine_min_lr_ratio", 1.0, "optim.schedule", "a cosine that ends where it begins")
     steps, share = settings.take("warmup_steps"), settings.take("warmup_ratio")
     total = settings.take("max_steps")
-    if steps is not None and number(steps) < 1:
-        steps, share = None, number(steps)
+    shown = "warmup_ratio"
+    if steps is not None and 0 < number(steps) < 1:
+        steps, share, shown = None, number(steps), "warmup_steps"
     if name == "constant":
-        if steps or share:
-            result.same("warmup_steps", steps or share, text="`constant` has no warm-up, in axolotl either")
+        for key in ("warmup_steps", "warmup_ratio"):
+            if value := settings.take(key):
+                result.same(key, value, text="`constant` has no warm-up, in axolotl either")
     elif steps is not None:
         result.set("optim.warmup_steps", 2 if steps == 1 else steps, "warmup_steps")
         result.same("warmup_steps", steps, "optim.warmup_steps", "axolotl takes 2" if steps == 1 else "")
@@ -68,14 +70,14 @@ def _schedule(result: Translation, settings: Settings) -> None:
         warmup = 2 if warmup == 1 else warmup
         result.set("optim.warmup_steps", warmup, "warmup_ratio" if share is not None else "axolotl's default, 3 %")
         if share is not None:
-            result.same("warmup_ratio", share, "optim.warmup_steps", f"of {total} steps")
+            result.same(shown, share, "optim.warmup_steps", f"of {total} steps")
     elif share is None or share:
         result.set("optim.warmup_ratio", 0.03 if share is None else number(share), "warmup_ratio")
         if share is None:
             text = "axolotl's default is 3 % of the steps, at most 100; set optim.warmup_steps for a longer run"
             result.different("", None, text, "optim.warmup_ratio")
         else:
-            result.same("warmup_ratio", share, "optim.warmup_ratio")
+            result.same(shown, share, "optim.warmup_ratio")
 
 
 def translate_batch(result: Translation, settings: Settings, devices: int) -> None:
