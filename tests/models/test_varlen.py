@@ -196,7 +196,7 @@ def test_families_equal_eager_attention(family, fields):
     ],
 )
 def test_unsupported_families_are_refused(family, attention, reason):
-    with pytest.raises(FamilyError, match=rf"(?s){reason}.*--set model\.attention=sdpa"):
+    with pytest.raises(FamilyError, match=rf"(?s){reason}.*--set model\.attention=auto"):
         check_attention(AutoConfig.for_model(family), attention)
 
 

@@ -32,7 +32,7 @@ _NOISE = ("dropout", "pdrop")
 def wrong_attention(config: PreTrainedConfig, attention: str, reason: str) -> FamilyError:
     """Returns the refusal of a family whose attention is not what the kernel computes."""
     refused = f"'{attention}' is not supported for {config.model_type}"
-    return FamilyError("model.attention", "model.attention", "sdpa", refused, reason)
+    return FamilyError("model.attention", "model.attention", "auto", refused, reason)
 
 
 def check_attention(config: PreTrainedConfig, attention: str) -> None:

@@ -26,6 +26,7 @@ from typing import Any
 from llmtrain.errors import abbreviate
 from llmtrain.plan.axes import AXES, CHOSEN, DATA, EXPERT, PIPELINE, SEQUENCE, Axis
 from llmtrain.plan.described import triangle
+from llmtrain.plan.facts.families import WITHOUT_SDPA
 from llmtrain.plan.plan import Plan
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe import ModelConfig, Part, Recipe
@@ -112,7 +113,9 @@ def _fields(plan: Plan, degrees: dict[Axis, int], model: ModelConfig) -> dict[st
     ring = min(plan.sequence_ring, degrees[SEQUENCE])
     parts *= 2 if ring > 1 else 1  # blocks
     total = rows * micro_batches * degrees[DATA]
-    attention = recipe.model.attention_kernel if recipe.model.attention_kernel in ON_CPU else "sdpa"
+    attention = recipe.model.attention_kernel
+    if attention not in ON_CPU:
+        attention = "eager" if plan.model.text_type in WITHOUT_SDPA else "sdpa"
     return {
         "model": model.model_copy(update={"attention": attention}),
         "kernels.blocks": PLAIN_BLOCKS.get(recipe.kernels.blocks, recipe.kernels.blocks),
