@@ -503,9 +503,8 @@ def _check_nesting(value: Any, what: str) -> None:
     """Raises RowError for JSON data that is nested too deeply for a template, which writes it recursively."""
     level = [value]
     for _ in range(MAX_NESTED):
-        inner = [
-            item.values() if isinstance(item, Mapping) else item for item in level if isinstance(item, _CONTAINERS)
-        ]
+        nested = (item for item in level if isinstance(item, _CONTAINERS))
+        inner = [item.values() if isinstance(item, Mapping) else item for item in nested]
         if not inner:
             return
         level = list(chain.from_iterable(inner))
@@ -532,19 +531,17 @@ def _from_prompt(parts: dict[str, Any]) -> list[Any]:
 
 def _history(parts: Mapping[str, Any]) -> list[Any]:
     """Returns the earlier turns of a row, which are pairs of a question and its answer. Raises RowError."""
-    pairs = parts.get("history") or []
-    if not isinstance(pairs, (list, tuple)) or not all(
-        isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in pairs
-    ):
+    pairs, lists = parts.get("history") or [], (list, tuple)
+    if not isinstance(pairs, lists) or not all(isinstance(pair, lists) and len(pair) == 2 for pair in pairs):
         raise RowError(f"the history is {format_value(pairs)}, not a list of pairs of a question and its answer")
     return [{"role": role, "content": text} for pair in pairs for role, text in zip(_EXCHANGE, pair, strict=True)]
 
 
 def _turns(value: Any, role: str) -> list[Any]:
     """Returns the turns of a part: those of a list, one message, or the text of a role."""
-    if isinstance(value, Mapping) and _role(value):
-        return [value]
-    return list(value) if isinstance(value, (list, tuple)) else [{"role": role, "content": value}]
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return [value if isinstance(value, Mapping) and _role(value) else {"role": role, "content": value}]
 
 
 Completions = list[tuple[list[Any], bool]]
