@@ -60,6 +60,23 @@ def test_every_bug_of_a_conversation_mask_is_detected(tmp_path):
     assert {name for name, plans in found.items() if plans} == set()
 
 
+def _judge_one_by_one(rank: int, job, folder) -> list[int]:
+    """How many plans have a verdict after each of three workers, which compare one plan each."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "PLANS_OF_A_WORKER", 1)
+        for _ in range(3):
+            train.verify_rank(job, folder, CPU, lambda text: None)
+            found.append(len(read_verdicts(folder)))
+    return found
+
+
+@pytest.mark.slow
+def test_a_worker_continues_where_the_one_before_it_ended(verify_corpus, tmp_path):
+    job = job_of(small(verify_corpus), ["dp1-zero0-acc4", "dp1-zero1-acc4"])
+    assert run_ranks(1, _judge_one_by_one, job, tmp_path) == [[1, 2, 2]]
+
+
 def _judge(rank: int, job, folder) -> list[str]:
     """The plans of one worker that are certified, by a reference that is made here."""
     train.verify_rank(job, folder, CPU, lambda text: None)
