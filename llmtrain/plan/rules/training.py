@@ -95,8 +95,8 @@ def objective_hidden_states(draft: Draft) -> Iterator[Fault]:
 
 @rule("train.neftune", "read")
 def neftune(draft: Draft) -> Iterator[Fault]:
-    """Refuses noise on embeddings that ranks hold slices of, that threads compute, and for comparisons of completions,
-    whose reference has none."""
+    """Refuses NEFTune with tensor or sequence parallelism, with `nn.DataParallel`, and for objectives on preferences.
+    Ranks would hold slices of the embeddings, threads would share them, and the reference model has no noise."""
     recipe, parallel = draft.recipe, draft.parallel
     if not recipe.train.neftune_alpha:
         return

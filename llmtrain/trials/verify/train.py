@@ -55,8 +55,8 @@ SGD_STEP = 0.05
 The norm of a matrix in a small model is a few units, so it moves by a few percent and remains trainable.
 """
 PLANS_OF_A_WORKER = 16
-"""Plans that a worker compares before another takes its place: engines leave their process groups behind, each with
-threads, of which there were a thousand in a worker after a hundred plans."""
+"""Number of plans that a worker compares before a new worker replaces it. Each engine leaves process groups behind, and
+each group has threads: without this limit, a worker had a thousand of them after a hundred plans."""
 ORDERS = 8
 """Number of references in other orders and micro-batches, to measure the spread of a low precision."""
 
