@@ -3,8 +3,8 @@
 python benchmarks/verify_kinds.py [--only KIND...] [--nproc N] [--steps N]
 
 Each kind has the structure of a published family at a small size, with random weights. `llmtrain verify` trains it
-under each legal plan, on packed documents, and compares the run with plain PyTorch. A kind that was verified before
-with the same versions is taken from the result, so that an interrupted measurement continues.
+under each legal plan, on packed documents, and compares the run with plain PyTorch. Plans that were verified before
+with the same versions are taken from the result, so that an interrupted measurement continues.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,8 @@ from llmtrain.trials.verify.job import comparable
 RESULT = Path(__file__).parent / "results" / "verify_kinds.json"
 STEPS = 6
 NUMBERS = ("loss", "grad_norm", "weights")
+AT_ONCE = 16
+"""Plans of one call of `llmtrain verify`."""
 BYTES = {"vocab_size": 300}
 COMMON: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4},
@@ -108,43 +109,30 @@ def save_wrapper(folder: Path) -> None:
     Gemma3ForConditionalGeneration(config).save_pretrained(folder)
 
 
-def verify(kind: str, folder: Path, ranks: int, steps: int) -> dict[str, Any]:
-    """Verifies a kind under all plans, and returns a summary of them."""
-    model = dict(MODELS[kind])
-    if "architecture" in model:
-        model["config"] = model["config"] | BYTES
-    else:
-        model["pretrained"] = str(folder)
-    file = folder / "kind.yaml"
-    file.write_text(json.dumps(recipe(model, folder)), encoding="utf-8")
-    cluster = local_cluster(ranks)
-    declared = comparable(load_recipe(str(file), [])[0], steps)
-    runnable, _ = enumerate_plans(declared, cluster.world_size, cluster.device)
-    wanted = ",".join(one.name for one in runnable if one.plan.workers == ranks)
-    started = time.monotonic()
-    command = [sys.executable, "-m", "llmtrain", "verify", str(file), "--nproc", str(ranks), "--steps", str(steps)]
-    command += ["--plans", wanted, "--run-dir", str(folder / "run"), "--json"]
+def verify(recipe_file: Path, plans: list[str], ranks: int, steps: int) -> dict[str, list[float] | None]:
+    """Returns the largest deviations of each plan, or None for a plan that deviates too far or fails."""
+    command = [sys.executable, "-m", "llmtrain", "verify", str(recipe_file), "--nproc", str(ranks)]
+    command += ["--steps", str(steps), "--plans", ",".join(plans), "--json"]
+    command += ["--run-dir", str(recipe_file.parent / f"run-{plans[0]}")]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if not done.stdout:
-        raise SystemExit(f"{kind}: verify exited with {done.returncode}")
-    document = json.loads(done.stdout)
-    plans = document["plans"]
+        raise SystemExit(f"{plans[0]}: verify exited with {done.returncode}")
     return {
-        "kind": kind,
-        "model": MODELS[kind] | ({"pretrained": "a small one"} if "pretrained" in model else {}),
-        "plans": len(plans),
-        "certified": sum(plan["certified"] for plan in plans),
-        "not_certified": [plan["name"] for plan in plans if not plan["certified"]],
-        "refused": len(document["refused"]),
-        "max_deviation": {
-            number: max((plan["max_deviation"][number] or 0.0 for plan in plans), default=0.0) for number in NUMBERS
-        },
-        "seconds": round(time.monotonic() - started),
+        plan["name"]: [plan["max_deviation"][number] or 0.0 for number in NUMBERS] if plan["certified"] else None
+        for plan in json.loads(done.stdout)["plans"]
     }
 
 
+def plans_of(recipe_file: Path, ranks: int, steps: int) -> list[str]:
+    """Returns the names of the legal plans that use all ranks."""
+    cluster = local_cluster(ranks)
+    declared = comparable(load_recipe(str(recipe_file), [])[0], steps)
+    runnable, _ = enumerate_plans(declared, cluster.world_size, cluster.device)
+    return [one.name for one in runnable if one.plan.workers == ranks]
+
+
 def main() -> None:
-    """Verifies the kinds that have no result yet."""
+    """Verifies the plans that have no result yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--nproc", type=int, default=4)
@@ -152,20 +140,29 @@ def main() -> None:
     options = parser.parse_args()
     machine = environment()
     known = json.loads(RESULT.read_text(encoding="utf-8")) if RESULT.is_file() else {}
-    rows = known.get("kinds", []) if known.get("environment", {}).get("packages") == machine["packages"] else []
+    same = known.get("environment", {}).get("packages") == machine["packages"]
+    kinds: dict[str, dict[str, list[float] | None]] = known["kinds"] if same else {}
     for kind in options.only:
-        if any(row["kind"] == kind for row in rows):
-            continue
+        results = kinds.setdefault(kind, {})
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            if "pretrained" in MODELS[kind]:
+            model = dict(MODELS[kind])
+            if "architecture" in model:
+                model["config"] = model["config"] | BYTES
+            else:
                 save_wrapper(folder)
+                model["pretrained"] = str(folder)
             save_tokenizer(folder)
-            row = verify(kind, folder, options.nproc, options.steps)
-        rows = [*rows, row]
-        print(f"{kind}: {row['certified']} of {row['plans']} plans, {row['seconds']} s", file=sys.stderr)
-        document = {"kinds": rows, "ranks": options.nproc, "steps": options.steps, "environment": machine}
-        RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            file = folder / "kind.yaml"
+            file.write_text(json.dumps(recipe(model, folder)), encoding="utf-8")
+            plans = plans_of(file, options.nproc, options.steps)
+            left = [plan for plan in plans if plan not in results]
+            for start in range(0, len(left), AT_ONCE):
+                results |= verify(file, left[start : start + AT_ONCE], options.nproc, options.steps)
+                document = {"kinds": kinds, "ranks": options.nproc, "steps": options.steps, "environment": machine}
+                RESULT.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        certified = sum(results[plan] is not None for plan in plans)
+        print(f"{kind}: {certified} of {len(plans)} plans", file=sys.stderr)
 
 
 if __name__ == "__main__":
