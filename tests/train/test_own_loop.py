@@ -25,7 +25,6 @@ LAUNCHERS = {
     "llmtrain": [sys.executable, "-m", "llmtrain", "train"],
     "torchrun": ["torchrun", "--nproc-per-node", "2"],
     "deepspeed": ["deepspeed", "--num_accelerators", "2"],
-    "accelerate": ["accelerate", "launch", "--cpu", "--num_processes", "2"],
 }
 
 
@@ -93,10 +92,9 @@ def test_the_loop_of_the_guide_trains_and_exports_and_llmtrain_train_continues_i
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "accelerate"])
-def test_each_launcher_trains_the_same_run(folder, alone, launcher):
+def test_the_launcher_of_deepspeed_trains_the_same_run(folder, alone):
     """As on one device; only the order of sums differs."""
-    done = _start(folder, launcher, "train_loop.py")
+    done = _start(folder, "deepspeed", "train_loop.py")
     assert _losses(done.stdout) == pytest.approx(alone, rel=1e-6), done.stderr
 
 
@@ -123,7 +121,6 @@ FAULTS = {
     "no step": ("            engine.backward(loss)", "            break", "loop.backward"),
     "imported": ("build=build_model", 'build="train_loop:build_model"', "loop.main"),
     "module": ("lt.prepare(recipe)", "lt.prepare(recipe, model=build_model(8, 8, 1))", "loop.model"),
-    "wrong field": ("zero_stage=2", "zero_stage=2, tensor=3", "layout"),
 }
 
 
@@ -141,7 +138,8 @@ def test_a_fault_of_the_loop_is_reported_without_a_traceback(folder, name):
 
 
 @pytest.mark.slow
-def test_a_signal_ends_the_data_and_the_run_continues(folder):
+def test_a_signal_ends_the_data_and_the_run_continues(folder, alone):
+    """With torchrun."""
     script = folder / "train_loop.py"
     at = "    if engine.rank == 0:"
     stop = "    if engine.step == 3 and data_is_new:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
@@ -154,7 +152,7 @@ def test_a_signal_ends_the_data_and_the_run_continues(folder):
     assert done.stdout.count("on SIGTERM") == 2
     again = _start(folder, "python", "train_loop.py")
     assert "continuing after step" in again.stderr
-    assert len(_losses(done.stdout)) + len(_losses(again.stdout)) == STEPS
+    assert _losses(done.stdout) + _losses(again.stdout) == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.slow
