@@ -20,7 +20,7 @@ from llmtrain.recipe import (
 from llmtrain.system.kernel_caches import use_kernel_caches
 from tests.helpers.small_runs import write_small_recipe
 
-pytest_plugins = ["tests.helpers.budget"]
+pytest_plugins = ["tests.helpers.torchvision_folder", "tests.helpers.budget"]
 
 # Before torch or deepspeed is imported anywhere.
 os.environ["DS_ACCELERATOR"] = "cpu"

@@ -24,6 +24,7 @@ from llmtrain.data.cache import key_of
 from llmtrain.data.chat.conversation import RowError
 from llmtrain.errors import DataError, Problem, format_value, reason
 from llmtrain.plan.facts.images import FIELD, ImageFamily, image_family
+from llmtrain.plan.facts.wrapper import whole_configuration
 from llmtrain.recipe import ModelConfig
 from llmtrain.system.hub import stored_file
 from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, read_bytes, read_json
@@ -31,6 +32,8 @@ from llmtrain.system.untrusted import UNREADABLE, expanded, file_fault, read_byt
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
+
+    from llmtrain.data.tokenizer import Encoder
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Formats of images that are read; of an animation, the first picture."""
@@ -133,19 +136,6 @@ class Images:
 
 
 @dataclass(frozen=True)
-class ImageTokens:
-    """The tokens that stand for an image."""
-
-    before: tuple[int, ...]
-    number: int
-    """Number of image tokens, which get the features of the image."""
-    after: tuple[int, ...]
-
-    def __len__(self) -> int:
-        return len(self.before) + self.number + len(self.after)
-
-
-@dataclass(frozen=True)
 class ImageProcessor:
     """Makes the input of a model's vision tower."""
 
@@ -153,14 +143,24 @@ class ImageProcessor:
     settings: str
     """Its configuration in the model's files, as JSON."""
     token: int
-    """The token that stands for a part of an image, and that the chat template writes once for an image."""
+    """The image token: each stands for a part of an image, and gets its features."""
     around: tuple[int, ...] = ()
     """The tokens before and after those of an image that the template does not write."""
+    within: tuple[int, ...] = ()
+    """The tokens between the tiles of an image (`ImageFamily.within`)."""
+    tile: int = 0
+    """The number of image tokens of a tile, of a family that divides images into tiles."""
 
     @property
     def key(self) -> list[Any]:
         """Identifies what is made of images, for the key of a store."""
-        return ["images", self.family.processor, key_of(self.settings), self.token, *self.around]
+        tiles = [*self.within, self.tile] if self.within else []
+        return ["images", self.family.processor, key_of(self.settings), self.token, *self.around, *tiles]
+
+    @property
+    def written(self) -> int:
+        """The token that the chat template writes once for an image."""
+        return self.within[0] if self.within else self.token
 
     @cached_property
     def _made(self) -> Any:
@@ -168,13 +168,13 @@ class ImageProcessor:
 
         return getattr(transformers, self.family.processor).from_dict(json.loads(self.settings))
 
-    def tokens(self, image: Image) -> ImageTokens:
+    def tokens(self, image: Image) -> list[int]:
         """Returns the tokens that stand for an image. Raises RowError for a shape that cannot be processed."""
         try:
-            number = _NUMBERS[self.family.processor](self._made, image.height, image.width)
+            inside = _TOKENS[self.family.processor](self, self._made, image.height, image.width)
         except ValueError as error:
             raise RowError(f"an image of {image.width} × {image.height} pixels is refused: {error}") from None
-        return ImageTokens(self.around[:1], number, self.around[1:])
+        return [*self.around[:1], *inside, *self.around[1:]]
 
     def images(
         self, rows: Sequence[Sequence[tuple[int, bytes]]], input_ids: torch.Tensor, position_ids: torch.Tensor
@@ -189,37 +189,53 @@ class ImageProcessor:
 
         decoded = [decode_image(content) for row in rows for _, content in row]
         unseen = [] if decoded else [Image.new("RGB", (UNSEEN_PIXELS, UNSEEN_PIXELS))]
-        made = self._made.preprocess(decoded or unseen, return_tensors="np")
-        inputs = {name: torch.from_numpy(np.ascontiguousarray(made[name])) for name in self.family.inputs}
+        made = self._made.preprocess(decoded or unseen, return_tensors="pt")
+        inputs = {name: made[name].contiguous() for name in self.family.inputs}
         if self.family.token_types:
             inputs["mm_token_type_ids"] = (input_ids == self.token).long()
         positions = None
         if self.family.grid_positions:
-            grids = made["image_grid_thw"][:, 1:] // self._made.merge_size
+            grids = made["image_grid_thw"].numpy()[:, 1:] // self._made.merge_size
             columns = [[column for column, _ in row] for row in rows]
             positions = torch.from_numpy(grid_positions(position_ids.numpy(), columns, grids))
         return Images(inputs, positions, bool(decoded))
 
 
-def _number_of_qwen(processor: Any, height: int, width: int) -> int:
+def _tokens_of_qwen(images: ImageProcessor, processor: Any, height: int, width: int) -> list[int]:
     merged: int = processor.merge_size**2
-    return int(processor.get_number_of_image_patches(height, width, {})) // merged
+    return [images.token] * (int(processor.get_number_of_image_patches(height, width, {})) // merged)
 
 
-def _number_of_gemma(processor: Any, height: int, width: int) -> int:
+def _tokens_of_gemma(images: ImageProcessor, processor: Any, height: int, width: int) -> list[int]:
     from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
     patch: int = processor.patch_size
     pooled: int = processor.pooling_kernel_size
     sizes = get_aspect_ratio_preserving_size(height, width, patch, processor.max_soft_tokens * pooled**2, pooled)
-    return math.prod(int(size) // (patch * pooled) for size in sizes)
+    return [images.token] * math.prod(int(size) // (patch * pooled) for size in sizes)
 
 
-_NUMBERS: dict[str, Callable[[Any, int, int], int]] = {
-    "Qwen2VLImageProcessorPil": _number_of_qwen,
-    "Gemma4ImageProcessorPil": _number_of_gemma,
+def _tokens_of_llama(images: ImageProcessor, processor: Any, height: int, width: int) -> list[int]:
+    """As `Llama4Processor._prompt_split_image`: row by row the tiles of a large image, then the whole in one tile."""
+    import torch
+    from transformers.models.llama4 import image_processing_llama4 as module
+
+    size = processor.size
+    known = module.find_supported_resolutions(max_num_chunks=processor.max_patches, patch_size=size)
+    fit = module.get_best_fit((height, width), torch.tensor(known), resize_to_max_canvas=processor.resize_to_max_canvas)
+    rows, columns = int(fit[0]) // size["height"], int(fit[1]) // size["width"]
+    whole, beside, below = images.within
+    tile = [images.token] * images.tile
+    row = [*tile, *[beside, *tile] * (columns - 1), below]
+    return [*(row * rows if rows * columns > 1 else []), whole, *tile]
+
+
+_TOKENS: dict[str, Callable[[ImageProcessor, Any, int, int], list[int]]] = {
+    "Qwen2VLImageProcessorPil": _tokens_of_qwen,
+    "Gemma4ImageProcessorPil": _tokens_of_gemma,
+    "Llama4ImageProcessor": _tokens_of_llama,
 }
-"""Class of an image processor → the number of tokens for an image of some height and width."""
+"""Class of an image processor → the tokens that stand for an image of some height and width, without those around."""
 
 
 def grid_positions(
@@ -246,15 +262,19 @@ def grid_positions(
     return positions
 
 
-def image_processor(model: ModelConfig, model_type: str, config: Mapping[str, Any]) -> ImageProcessor:
-    """Returns what makes the input of the tower of a recipe's model, given the content of its `config.json`.
+def image_processor(model: ModelConfig, model_type: str, declared: dict[str, Any], encoder: Encoder) -> ImageProcessor:
+    """Returns what makes the input of the tower of a recipe's model.
 
-    Raises DataError if Pillow is missing, or if the model's files lack the configuration of its image processor.
+    declared: the content of its `config.json`. encoder: of the recipe's tokenizer. Raises DataError if a package is
+    missing, if the model's files lack the configuration of its image processor, or if the tokenizer lacks a token.
     """
+    family = image_family(model_type, model.pretrained)
     try:
         import PIL  # noqa: F401
     except ImportError:
         raise DataError(Problem("data.images", FIELD, "needs Pillow, which is not installed", INSTALL)) from None
+    if not family.processor.endswith("Pil"):
+        _require_torchvision(model_type)
     settings = None
     try:
         if (file := stored_file(str(model.pretrained), "processor_config.json", model.revision)) is not None:
@@ -269,6 +289,30 @@ def image_processor(model: ModelConfig, model_type: str, config: Mapping[str, An
     if settings is None:
         message = f"{model.pretrained} has neither preprocessor_config.json nor an image processor in another file"
         raise DataError(Problem("data.images", "model.pretrained", message, "copy it from the original model"))
-    text = json.dumps(settings, sort_keys=True)
-    family = image_family(model_type, model.pretrained)
-    return ImageProcessor(family, text, config["image_token_id"], tuple(config[name] for name in family.around))
+    config: Any = whole_configuration(model_type, declared)
+    special = encoder.special_tokens()
+    missing = [text for text in family.within if text not in special]
+    if missing or config.image_token_id not in special.values():
+        needed = ", ".join(missing) or config.image_token_id
+        message = f"has no special token {needed}, which stands for images in {model.pretrained}"
+        raise DataError(Problem("data.images", FIELD, message, f"--set data.tokenizer={model.pretrained}"))
+    tower = config.vision_config
+    tile = int((tower.image_size // tower.patch_size * tower.pixel_shuffle_ratio) ** 2) if family.within else 0
+    return ImageProcessor(
+        family,
+        json.dumps(settings, sort_keys=True),
+        config.image_token_id,
+        tuple(getattr(config, name) for name in family.around),
+        tuple(map(special.__getitem__, family.within)),
+        tile,
+    )
+
+
+def _require_torchvision(model_type: str) -> None:
+    """Raises DataError if torchvision, with which `transformers` resizes the images of a family, cannot be imported."""
+    try:
+        import torchvision.transforms.v2.functional  # noqa: F401
+    except (ImportError, RuntimeError) as error:  # RuntimeError: it was built for another torch
+        message = f"images of '{model_type}' need torchvision, which cannot be imported: {reason(error)}"
+        fix = "pip install torchvision, of the release that belongs to the installed torch"
+        raise DataError(Problem("data.images", FIELD, message, fix)) from None

@@ -261,18 +261,10 @@ def _chat_options(recipe: Recipe, corpora: Sequence[Corpus], tokenizer: Prepared
 
 
 def _image_processor(recipe: Recipe, tokenizer: PreparedTokenizer) -> ImageProcessor | None:
-    """Returns what makes the input of the vision tower of a recipe's model; None if it reads texts only.
-
-    Raises DataError also if the tokenizer has no token for images.
-    """
+    """Returns what makes the input of the vision tower of a recipe's model; None if it reads texts only."""
     if not recipe.model.images:
         return None
-    processor, encoder = image_processor(recipe.model, *declared_config(recipe.model)), Encoder(tokenizer.folder)
-    if encoder.text_of(processor.token) not in encoder.special_tokens():
-        message = f"has no special token {processor.token}, which stands for images in {recipe.model.pretrained}"
-        fix = f"--set data.tokenizer={recipe.model.pretrained}"
-        raise DataError(Problem("data.images", FIELD, message, fix))
-    return processor
+    return image_processor(recipe.model, *declared_config(recipe.model), Encoder(tokenizer.folder))
 
 
 def _prepare_sources(

@@ -101,9 +101,10 @@ class Encoder:
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = not parse_special
 
-    def special_tokens(self) -> list[str]:
-        """Returns the texts of the special tokens."""
-        return [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+    def special_tokens(self) -> dict[str, int]:
+        """Returns the special tokens by their texts."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
 
     def text_of(self, token: int) -> str:
         """Returns the text of one token."""

@@ -154,7 +154,7 @@ def of_text_model(lora: peft.LoraConfig, whole: PreTrainedModel, part: TextPart)
 
     changed, targets = copy(lora), lora.target_modules
     if isinstance(targets, str) and targets.lower() != "all-linear":  # an expression for names in the whole
-        linear = [name for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)]
+        linear = [name for name, module in whole.named_modules() if is_linear(module)]
         changed.target_modules = {name for name in linear if check_target_module_exists(lora, part.whole(name))}
     elif targets is not None and not isinstance(targets, str):
         changed.target_modules = set(own(targets))
@@ -266,6 +266,11 @@ def _select_by_name(model: ModelConfig, whole: PreTrainedModel) -> Trained:
     return Trained(weights)
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module is a linear layer, and not, as Llama 4's router, one of a class whose output is another one."""
+    return type(module).forward in (nn.Linear.forward, Conv1D.forward)
+
+
 def _adapted_modules(
     whole: PreTrainedModel, adapter: LoraConfig, lora: peft.LoraConfig, saved: tuple[str, ...]
 ) -> tuple[tuple[str, ...], list[Problem]]:
@@ -276,7 +281,7 @@ def _adapted_modules(
     from peft.tuners.tuners_utils import check_target_module_exists
 
     unreached = {name.rpartition(".")[0] for name in without_gradient(whole.config)}
-    linear = {name for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    linear = {name for name, module in whole.named_modules() if is_linear(module)}
     ends = {name for name, module in whole.named_modules() if module is whole.get_output_embeddings()}
     names = [
         name
@@ -399,7 +404,7 @@ def targeted_layers(whole: PreTrainedModel, lora: peft.LoraConfig) -> list[str]:
     from peft.tuners.tuners_utils import check_target_module_exists
 
     head, targets = whole.get_output_embeddings(), lora.target_modules
-    linear = {name: module for name, module in whole.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    linear = {name: module for name, module in whole.named_modules() if is_linear(module)}
     if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
         return [name for name, module in linear.items() if targets and module is not head]
     return [name for name in linear if check_target_module_exists(lora, name)]

@@ -351,8 +351,23 @@ def _keep_apart_in_mask(indices: Tensor, arguments: dict[str, Any]) -> dict[str,
     if not is_of_sequences or arguments["attention_mask"] is not None:
         return arguments
     same_document = packed_sequence_mask_function(indices.to(arguments["device"], non_blocking=True))
-    apart = and_masks(arguments["mask_function"], same_document)
+    function = arguments["mask_function"]
+    if getattr(arguments.get("config"), "attention_chunk_size", None):
+        function = _within_documents(function, indices.to(arguments["device"], non_blocking=True))
+    apart = and_masks(function, same_document)
     return arguments | {"mask_function": apart, "allow_is_causal_skip": False}
+
+
+def _within_documents(function: Callable[..., Any], indices: Tensor) -> Callable[..., Any]:
+    """Returns a mask function of the places of two tokens in their document: chunks begin with it (Llama 4)."""
+    places = torch.arange(indices.shape[1], device=indices.device).expand_as(indices)
+    begins = torch.diff(indices, prepend=indices[:, :1] - 1, dim=-1) != 0
+    places = places - torch.where(begins, places, 0).cummax(-1).values
+
+    def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Any:
+        return function(batch, head, places[batch, query], places[batch, key])
+
+    return mask
 
 
 def _document_indices(documents: Documents, position_ids: Tensor) -> Tensor | None:

@@ -21,11 +21,31 @@ def with_images(model: PreTrainedModel) -> PreTrainedModel:
 
     Returns the model.
     """
-    base: Any = type(model.base_model)
+    base: Any = model.base_model  # the model itself, if its head is that of a causal LM inside of it (Llama 4)
+    base_kind: Any = type(base)
+    base.__class__ = _drops_features(base_kind)
     kind: Any = type(model)
-    model.base_model.__class__ = _drops_features(base)
     model.__class__ = _runs_tower(kind)
+    return runnable_llama4(model)
+
+
+def runnable_llama4(model: PreTrainedModel) -> PreTrainedModel:
+    """Lets a multimodal Llama 4 run, whose forward fails in `transformers` 5.24.0. Returns the model, of any family."""
+    if model.config.model_type == "llama4":
+        model.get_submodule("language_model").register_forward_hook(_with_image_outputs)
+        model.get_submodule("vision_model.patch_embedding.linear").register_forward_pre_hook(_in_type_of_weights)
     return model
+
+
+def _with_image_outputs(_: Any, inputs: Any, output: Any) -> None:
+    """Adds a field that the forward of the whole reads of the output of its causal LM, which does not have it."""
+    if not hasattr(output, "image_outputs"):
+        output.image_outputs = None
+
+
+def _in_type_of_weights(linear: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Converts the pixels, which Llama 4's image processor makes in bf16. Other families' towers do this themselves."""
+    return tuple(pixels.to(linear.weight.dtype) for pixels in inputs)
 
 
 @cache

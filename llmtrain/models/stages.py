@@ -299,7 +299,9 @@ def backbone(model: PreTrainedModel) -> PreTrainedModel:
         return model.base_model
     name = decoder_layers(model)[0].partition(".")[0]
     child = getattr(model, name)
-    return child if isinstance(child, PreTrainedModel) else model
+    if not isinstance(child, PreTrainedModel):
+        return model
+    return child if child.get_output_embeddings() is None else child.base_model  # a causal LM inside (Llama 4)
 
 
 def build_stage(

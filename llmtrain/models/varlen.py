@@ -105,7 +105,7 @@ def varlen_attention(
     rows, _, length, width = query.shape
     chunk = chunk_size(module)
     if chunk is not None and chunk < length:
-        cu_seq_lens_q, max_length_q = _cut_chunks(cu_seq_lens_q, max_length_q, rows, length, chunk)
+        cu_seq_lens_q, max_length_q = _cut_chunks(cu_seq_lens_q, max_length_q, rows * length, chunk)
     states = (flatten_batch(query), flatten_batch(key), flatten_batch(value))
     scale = 1 / math.sqrt(width) if scaling is None else scaling
     sinks = None if s_aux is None else s_aux.to(torch.promote_types(states[0].dtype, torch.float32))
@@ -120,7 +120,7 @@ def varlen_attention(
 
 
 def chunk_size(module: nn.Module) -> int | None:
-    """Returns how many tokens of a row attend to each other in this layer; None if there is no limit (Llama 4).
+    """Returns how many tokens of a document attend to each other in this layer; None if there is no limit (Llama 4).
 
     The number of a layer is only read where it matters: in a compiled layer, it would be compiled in.
     """
@@ -133,13 +133,15 @@ def chunk_size(module: nn.Module) -> int | None:
     return size if layer is not None and kinds[layer] == "chunked_attention" else None
 
 
-def _cut_chunks(
-    bounds: Tensor, longest: int | Tensor, rows: int, length: int, chunk: int
-) -> tuple[Tensor, int | Tensor]:
-    """Cuts documents into the chunks of each row. Where a document begins with a chunk, an empty one precedes it."""
-    starts = torch.arange(0, length, chunk, dtype=bounds.dtype, device=bounds.device)
-    row_starts = torch.arange(rows, dtype=bounds.dtype, device=bounds.device) * length
-    cut = torch.cat([bounds, (row_starts[:, None] + starts).flatten()]).sort().values
+def _cut_chunks(bounds: Tensor, longest: int | Tensor, tokens: int, chunk: int) -> tuple[Tensor, int | Tensor]:
+    """Cuts documents into chunks. As many empty ones follow as keep the number independent of their lengths."""
+    chunks = (bounds.diff() + chunk - 1) // chunk
+    ends = chunks.cumsum(0)
+    numbers = torch.arange(tokens // chunk + len(chunks), device=bounds.device)
+    document = torch.searchsorted(ends, numbers, right=True).clamp(max=len(chunks) - 1)
+    before = (ends - chunks)[document]
+    starts = (bounds[document] + (numbers - before) * chunk).clamp(max=bounds[-1])
+    cut = torch.cat([starts, bounds[-1:]]).to(bounds.dtype)
     return cut, longest.clamp(max=chunk) if isinstance(longest, Tensor) else min(longest, chunk)
 
 

@@ -194,6 +194,26 @@ def test_a_recurrence_computes_each_document_as_alone(family):
     assert max(apart.output, apart.gradient) <= SUM_TOLERANCE
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "varlen"])
+def test_chunks_of_attention_begin_with_their_document(attention):
+    """As of each document alone; documents of up to 24 tokens are in chunks of 5."""
+    config = tiny_config("llama4_text")
+    config.attention_chunk_size, config.floor_scale = 5, 64  # the latter counts tokens of a row in `transformers`
+    expected = _outcome(build_tiny_model(config, "eager"), is_packed=False)
+    model = build_tiny_model(config, attention)
+    result = _outcome(model, is_packed=True) if attention == "sdpa" else _by_boundaries(model)
+    found = deviation(result, expected)
+    assert max(found.output, found.gradient) <= SUM_TOLERANCE
+
+
+def _by_boundaries(model) -> Outcome:
+    tokens = torch.randint(3, 90, (len(LENGTHS), sum(LENGTHS[0])), generator=torch.Generator().manual_seed(3))
+    batch = MicroBatch(tokens, _positions(), tokens)
+    inputs = {"position_ids": batch.position_ids, **varlen_arguments(model, batch, CPU)}
+    logits = model(input_ids=tokens, use_cache=False, **inputs).logits.flatten(0, 1)
+    return logits_outcome(model, logits, None, zeros=True)
+
+
 def _outcome(model, is_packed: bool) -> Outcome:
     """Logits, [tokens, vocab], and gradients. Recomputed in the backward pass, outside of the batch's context."""
     tokens = torch.randint(3, 90, (len(LENGTHS), sum(LENGTHS[0])), generator=torch.Generator().manual_seed(3))

@@ -50,20 +50,40 @@ _GEMMA_AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads"
 _GEMMA_PROCESSOR = {"image_processor_type": "Gemma4ImageProcessor", "patch_size": 8, "max_soft_tokens": 70}
 
 
+_LLAMA_TOKENS = (
+    *("<|im_start|>", "<|im_end|>", "<|image|>", "<|image_start|>", "<|image_end|>", "<|patch|>"),
+    *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+)
+_LLAMA_NAMES = {
+    "image_token_index": "<|patch|>",
+    "boi_token_index": "<|image_start|>",
+    "eoi_token_index": "<|image_end|>",
+}
+_LLAMA_PROCESSOR = {
+    **{"image_processor_type": "Llama4ImageProcessor", "size": {"height": 32, "width": 32}, "max_patches": 4},
+    **{"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
+}
+
+
 def save_image_model(folder: Path, family: str, layers: int = 2) -> Path:
     """Saves a tiny model that reads images, with its tokenizer and image processor; returns the folder."""
     is_gemma = family == "gemma4"
-    tokens, names = (_GEMMA_TOKENS, _GEMMA_NAMES) if is_gemma else (_QWEN_TOKENS, _QWEN_NAMES)
-    template = _QWEN_TEMPLATE.replace(_QWEN_IMAGE, "<|image|>") if is_gemma else _QWEN_TEMPLATE
+    tokens, names, processor = {
+        "gemma4": (_GEMMA_TOKENS, _GEMMA_NAMES, _GEMMA_PROCESSOR),
+        "llama4": (_LLAMA_TOKENS, _LLAMA_NAMES, _LLAMA_PROCESSOR),
+    }.get(family, (_QWEN_TOKENS, _QWEN_NAMES, _QWEN_PROCESSOR))
+    template = _QWEN_TEMPLATE.replace(_QWEN_IMAGE, "<|image|>") if "<|image|>" in tokens else _QWEN_TEMPLATE
     write_chat_tokenizer(folder, {"special": tokens, "eos": "<|im_end|>"}, template)
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id
     # Attention between the tokens of an image goes both ways, in layers with windows.
-    text = {"use_bidirectional_attention": "vision", "pad_token_id": ids("<pad>")} if is_gemma else {}
+    text: dict[str, Any] = {"use_bidirectional_attention": "vision", "pad_token_id": ids("<pad>")} if is_gemma else {}
     fields: dict[str, Any] = {name: ids(token) for name, token in names.items()}
     if is_gemma:
         fields["audio_config"] = _GEMMA_AUDIO
+    if family == "llama4":
+        text["attention_chunk_size"] = 1024  # sequences with several documents are at most as long
     save_wrapper(folder, family, VOCABULARY, layers, text, **fields)
-    (folder / PROCESSOR).write_text(json.dumps(_GEMMA_PROCESSOR if is_gemma else _QWEN_PROCESSOR), encoding="utf-8")
+    (folder / PROCESSOR).write_text(json.dumps(processor), encoding="utf-8")
     return folder
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 
+import tests.helpers.torchvision_folder  # isort: skip  # noqa: F401  before `transformers` looks for it
 import torch._dynamo
 import torch._inductor.compile_fx  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401

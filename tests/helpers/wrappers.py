@@ -59,7 +59,7 @@ def save_wrapper(
     """
     kind: Any = CONFIG_MAPPING[family]
     own = {name: vocabulary if value == VOCABULARY else value for name, value in _TEXT.get(family, {}).items()}
-    tiny = shrink_configuration(text_configuration(kind()), layers, **own, **text, vocab_size=vocabulary)
+    tiny = shrink_configuration(text_configuration(kind()), layers, **{**own, **text}, vocab_size=vocabulary)
     tied = tiny.tie_word_embeddings
     config = kind(vision_config=VISION[family], text_config=tiny.to_dict(), tie_word_embeddings=tied, **fields)
     with torch.random.fork_rng():

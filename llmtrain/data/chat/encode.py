@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,6 @@ from llmtrain.data.chat.skeleton import Bounds, Skeleton, is_byte_level
 from llmtrain.data.chat.template import ChatTemplate
 from llmtrain.data.chat.turns import PARTS, Renderer, Turn
 from llmtrain.errors import Problem, RecipeError
-
-if TYPE_CHECKING:
-    from llmtrain.data.images import ImageTokens
 
 Array = NDArray[np.int64]
 TrainOn = Literal["assistant", "last_assistant", "all"]
@@ -44,12 +41,12 @@ class Encoded:
     images: tuple[tuple[int, int], ...] = ()
     """For each image, the index of its first image token, and the index after its last token."""
 
-    def with_images(self, token: int, images: Sequence[ImageTokens]) -> Encoded:
-        """Returns the tokens with those of images in place of each `token`; none of them is a label.
+    def with_images(self, written: int, token: int, images: Sequence[Sequence[int]]) -> Encoded:
+        """Returns the tokens with those of images in place of each `written`; none of them is a label.
 
-        Raises RowError unless there is one for each image.
+        token: the image token. images: the tokens that stand for each image. Raises RowError unless there are as many.
         """
-        places = np.flatnonzero(self.ids == token)
+        places = np.flatnonzero(self.ids == written)
         if len(places) != len(images):
             raise RowError(f"the chat template writes {len(places)} image tokens for {len(images)} images")
         sizes = np.ones(len(self.ids), np.int64)
@@ -58,10 +55,9 @@ class Encoded:
         before = np.cumsum(sizes) - sizes
         spans = []
         for start, image in zip(before[places].tolist(), images, strict=True):
-            end, first = start + len(image), start + len(image.before)
-            ids[start:first], ids[first + image.number : end] = image.before, image.after
-            mask[start:end] = False
-            spans.append((first, end))
+            end = start + len(image)
+            ids[start:end], mask[start:end] = image, False
+            spans.append((start + image.index(token), end))
         cuts = tuple(int(sizes[:cut].sum()) for cut in self.cuts)
         return Encoded(ids, mask, cuts, self.ends, tuple(spans))
 

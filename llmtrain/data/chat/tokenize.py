@@ -262,7 +262,7 @@ def _with_images(
     try:
         images = [read_image(image, document.folder) for image in chat.conversation.images]
         tokens = [processor.tokens(decode_image(image)) for image in images]
-        return images, [encoded.with_images(processor.token, tokens)]
+        return images, [encoded.with_images(processor.written, processor.token, tokens)]
     except RowError as fault:
         return [], [fault]
 

@@ -22,6 +22,7 @@ from transformers import (
 from llmtrain.errors import CheckpointError, Problem, UserError, abbreviate, reason
 from llmtrain.models.adapter_files import wrong_values
 from llmtrain.models.hub_names import remote_code_errors
+from llmtrain.models.images import runnable_llama4
 from llmtrain.models.pretrained import is_finite, stored_as_integers
 from llmtrain.overrides.transformers import checked_loading
 from llmtrain.plan.facts.classifier import SUFFIX
@@ -90,7 +91,7 @@ def load_causal_lm(folder: Path, trust_remote_code: bool) -> PreTrainedModel:
         kind = AutoModelForMultimodalLM if _is_multimodal(named) else AutoModelForCausalLM
         with checked_loading(check):
             model: PreTrainedModel = kind.from_pretrained(str(named), trust_remote_code=trust_remote_code)
-        return model
+        return runnable_llama4(model)
 
 
 def _is_multimodal(folder: Path) -> bool:

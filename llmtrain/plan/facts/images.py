@@ -24,12 +24,17 @@ class ImageFamily:
     tower: tuple[str, ...]
     """The beginnings of the names of the parameters that compute the features of images."""
     processor: str
-    """Class in `transformers` that makes the tower's input from images, on PIL and NumPy alone."""
+    """Class in `transformers` that makes the tower's input from images, on PIL and NumPy if there is such a class."""
     inputs: tuple[str, ...]
     """What it makes, by the names of arguments of the model's forward pass."""
     around: tuple[str, ...] = ()
     """Fields of the configuration with the tokens before and after those of an image that the template does not write.
     """
+    within: tuple[str, ...] = ()
+    """Texts of the special tokens between the tiles of an image. The template writes the first of them for an image,
+    and writes the image token itself if there are none."""
+    language: tuple[str, ...] = ("model.language_model.*", "lm_head.*")
+    """Patterns of the names of the text model's parameters."""
     unread: tuple[str, ...] = ()
     """The beginnings of the names of parameters of parts for other inputs, which are frozen."""
     grid_positions: bool = False
@@ -52,8 +57,17 @@ _GEMMA = ImageFamily(
     unread=("model.audio_tower.", "model.embed_audio."),
     token_types=True,
 )
+_LLAMA = ImageFamily(
+    tower=("vision_model.", "multi_modal_projector."),
+    processor="Llama4ImageProcessor",
+    inputs=("pixel_values",),
+    around=("boi_token_id", "eoi_token_id"),
+    within=("<|image|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    language=("language_model.*",),
+)
 IMAGE_FAMILIES = {
     "gemma4": _GEMMA,
+    "llama4": _LLAMA,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
     "qwen3_vl": _QWEN,

@@ -66,6 +66,13 @@ class TextPart(Part):
         return None
 
 
+def _merged(config: Mapping[str, Any]) -> float:
+    """Returns the number of patches on a side of the square of them that becomes one token."""
+    if ratio := config.get("pixel_shuffle_ratio"):
+        return float(1 / ratio)
+    return float(config.get("spatial_merge_size") or config["pooling_kernel_size"])
+
+
 class TowerFacts(Part):
     """The vision tower of a multimodal model that is trained on images."""
 
@@ -87,7 +94,7 @@ class TowerFacts(Part):
             layers=config.get("depth") or config["num_hidden_layers"],
             hidden_size=config["hidden_size"],
             intermediate_size=config["intermediate_size"],
-            patches_per_token=(config.get("spatial_merge_size") or config["pooling_kernel_size"]) ** 2,
+            patches_per_token=round(_merged(config) ** 2),
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from llmtrain.plan.axes import used
 from llmtrain.plan.draft import Draft
-from llmtrain.plan.facts.images import FIELD
+from llmtrain.plan.facts.images import FIELD, IMAGE_FAMILIES
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 
 MASKED = ("sdpa", "eager")
@@ -87,5 +87,6 @@ def tower(draft: Draft) -> Iterator[Fault]:
         f"{state}): {found.patches_per_token} patches of an image for each of its tokens; memory is predicted for "
         "sequences of image tokens alone, and the time of the tower is not predicted"
     )
-    fix = "" if not trained else "model.trainable=['model.language_model.*', 'lm_head.*'] freezes it"
+    family = IMAGE_FAMILIES[facts.model_type]
+    fix = "" if not trained else f"model.trainable={list(family.language)} freezes it"
     yield Fault(FIELD, message, fix)

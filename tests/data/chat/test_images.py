@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,13 @@ def test_each_fault_is_shown_with_its_row(model, tmp_path, monkeypatch):
     prepared = prepare(image_recipe(model, tmp_path, [*good, *FAULTS.values()], **{"data.faulty_rows": "drop"}))
     chats = prepared.sources[0].store.meta["conversations"]
     assert (chats["kept"], chats["faulty"]) == (2, len(FAULTS))
+
+
+def test_what_llama_4_needs_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    llama = save_image_model(tmp_path / "llama", "llama4")
+    with pytest.raises(DataError, match=r"images of 'llama4' need torchvision(?s:.*)pip install torchvision"):
+        prepare(image_recipe(llama, tmp_path, image_rows(tmp_path, 2)))
 
 
 def test_images_are_never_dropped_for_a_text_model(model, tmp_path):

@@ -85,8 +85,8 @@ def test_a_plan_counts_the_tower(recipe, fields, state):
 
 
 def test_other_families_and_fields_are_refused(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4"}), encoding="utf-8")
-    with pytest.raises(RecipeError, match=r"'llama4' .* is not trained on images, only gemma4, qwen3_5"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral3"}), encoding="utf-8")
+    with pytest.raises(RecipeError, match=r"'mistral3' .* is not trained on images, only gemma4, llama4, qwen3_5"):
         model_facts(ModelConfig(pretrained=str(tmp_path), images=True), None)
     with pytest.raises(ValidationError, match="`images` needs the `pretrained` weights"):
         ModelConfig(architecture="llama", images=True)
