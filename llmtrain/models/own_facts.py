@@ -27,6 +27,8 @@ from llmtrain.recipe import ModelConfig, Precision
 
 ALONE_ATTENTION = "tokens_alone"
 """Name of an attention in which each token sees only itself."""
+SAME_WIDTHS: dict[Precision, Precision] = {"fp16": "bf16", "autocast_fp16": "autocast_bf16"}
+"""Precisions whose tensors take as many bytes as those of another one, which is traced."""
 SEQUENCE_LENGTH = 1024
 """Tokens for which the stages of a trial are balanced."""
 
@@ -39,6 +41,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     check_module(config.origin)
     with torch.device("meta"):
         facts = facts_of(OwnModel(config), model.build)
+    traced: set[Precision] = {SAME_WIDTHS.get(each, each) for each in get_args(Precision)}
+    saved = {each: saved_per_token(config, model, each) for each in traced}
     known = facts.model_copy(
         update={
             "without_gradient": config.found.without_gradient,
@@ -53,7 +57,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 stages=_refused_stages(config, facts),
                 tensor=_refused_split(config),
                 chunks=_refused_chunks(config),
-                saved=tuple((each, saved_per_token(config, model, each)) for each in get_args(Precision)),
+                saved=tuple((each, saved[SAME_WIDTHS.get(each, each)]) for each in get_args(Precision)),
             ),
         }
     )
