@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,15 @@ DEEPSPEED = (
     ),
     Setting(key="deepspeed_config.zero3_init_flag", harmless="weights are sharded while they are read"),
     Setting(key="deepspeed_config.zero3_save_16bit_model", harmless="`llmtrain export` writes the weights"),
-    Setting(key="deepspeed_config", harmless=LAUNCH),
+    *(
+        Setting(key=f"deepspeed_config.deepspeed_{key}", harmless=LAUNCH)
+        for key in ("hostfile", "multinode_launcher", "inclusion_filter", "exclusion_filter")
+    ),
+    Setting(
+        key="deepspeed_config.deepspeed_moe_layer_cls_names",
+        harmless="layers of experts are found; each is gathered as a whole",
+    ),
+    Setting(key="deepspeed_config", unsupported="write it to a DeepSpeed JSON; deepspeed_config_file names it"),
 )
 SHARDING = (
     Setting(key="version", joint="FSDP2, of both versions"),
@@ -142,11 +151,10 @@ def translate(given: Given) -> Translation:
     """Translates a configuration that stands alone: the model, the data and the batch are left to fill in."""
     translation = Translation("Accelerate")
     settings = Settings(given.file.values, file=given.file)
+    world = replace(given, beside={"accelerate": given.file}).world_size(translation)
     apply_accelerate(translation, given.file, given)
     name_run(translation, settings)
     size = "batch.micro_batch_size"
-    world = given.file.values.get("num_processes")
-    world = world if isinstance(world, int) and world > 0 else 1
     accumulated = translation.fields.pop("accumulation", 1)
     translation.set(size, 1, "FILL IN: rows per forward pass on a device")
     translation.missing(size, "the script says it", 1)
@@ -167,9 +175,9 @@ def apply_accelerate(translation: Translation, file: ForeignFile, given: Given) 
     settings = Settings(file.values, prefix, file)
     kind = str(settings.take("distributed_type", "NO")).upper()
     shown = settings.shown("distributed_type")
-    if file is given.file and (count := settings.take("num_processes")) is not None:
-        translation.same("num_processes", count, "batch.global_batch_size")
-    settings.take("num_processes")  # beside arguments, the batch notes it
+    count = settings.take("num_processes")  # the batch notes it
+    if file is given.file and given.devices is not None and count is not None:
+        translation.same("num_processes", count, text="--devices replaces it")
     _deepspeed(translation, settings, file, given, kind)
     if kind == "FSDP":
         block = settings.take("fsdp_config", {})

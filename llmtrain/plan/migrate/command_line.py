@@ -26,6 +26,8 @@ PYTHON = re.compile(r"python[0-9.]*$")
 VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=")
 UNSET = re.compile(r"\$\{?[^\s}\"']*\}?|`[^`]*`?")
+COUNTS = ("nproc_per_node", "nnodes")
+"""Options of torchrun that ms-swift and LLaMA-Factory, which start it, read from variables in capitals."""
 SETTINGS_FILE = (".yaml", ".yml", ".json")
 
 
@@ -63,6 +65,10 @@ def parse_command(path: Path, text: str) -> CommandLine:
         words = [_expanded(word, values) for word in words]
         if (command := _command(words)) is None:
             continue
+        assigned = values | dict(word.split("=", 1) for word in words if ASSIGNMENT.match(word))
+        for option in COUNTS:
+            if count := assigned.get(option.upper()):
+                command.launcher.setdefault(option, plain_value(count))
         for word in words:
             if "$" in word or "`" in word:
                 name = (UNSET.search(word) or UNSET.search("$"))[0]  # type: ignore[index]
@@ -75,10 +81,9 @@ def parse_command(path: Path, text: str) -> CommandLine:
     if problems:
         raise RecipeError(problems)
     if not found:
-        starts = "python, torchrun, deepspeed, accelerate launch, trl and others"
-        raise RecipeError(
-            Problem("import.shell", str(path), f"is neither JSON nor YAML, and starts no script: {starts}")
-        )
+        message = "is neither JSON nor YAML, and has no command that starts training"
+        fix = "give a file with a line that begins with python, torchrun, deepspeed, accelerate launch, trl, …"
+        raise RecipeError(Problem("import.shell", str(path), message, fix))
     return found[0]
 
 

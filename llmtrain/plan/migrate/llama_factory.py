@@ -171,7 +171,7 @@ def _freeze(result: Translation, settings: Settings) -> None:
     if layers is None:
         text = f"name the parameters of the last {count} layers, such as model.layers.30.*: the model is not here"
         result.missing("model.trainable", text, count)
-        result.set("model.trainable", ["model.layers.*", *extra], "fill in: these are all layers")
+        result.set("model.trainable", ["model.layers.*", *extra], "FILL IN: these are all layers")
         _note_frozen(result, settings)
         return
     numbers = range(layers - count, layers) if count > 0 else range(layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from llmtrain.plan.migrate.files import ForeignFile, read_foreign
@@ -46,7 +47,8 @@ class Given:
             return self.beside[program]
         found = _named(own, named)
         if found is None and isinstance(named, str):
-            translation.missing(shown, "the file is not here: name it after this one to translate it, too", named)
+            text = f"the file was not found: pass it, too, as in `llmtrain import {own.path.name} {Path(named).name}`"
+            translation.missing(shown, text, named)
         return found
 
     def world_size(self, translation: Translation) -> int:

@@ -87,8 +87,8 @@ def recognised(file: ForeignFile) -> Program:
 
 def _fits(program: Program, file: ForeignFile) -> bool:
     """Whether a file is for a program: by what a command line starts, else by its settings."""
-    if program.recognise:
-        return program.recognise(file)
     if program.command and file.program and re.search(program.command, file.program):
         return True
+    if program.recognise:
+        return program.recognise(file)
     return not program.marks.isdisjoint(file.values)

@@ -7,6 +7,7 @@ from typing import Any
 
 from llmtrain.plan.migrate import trainer, trl
 from llmtrain.plan.migrate.completion import complete, hold_pairs, name_run
+from llmtrain.plan.migrate.files import ForeignFile
 from llmtrain.plan.migrate.program import Given, Program
 from llmtrain.plan.migrate.translation import Setting, Settings, Translation, without_counterpart
 
@@ -108,7 +109,7 @@ def translate(given: Given) -> Translation:
     if model := settings.take("model"):
         result.set("model.pretrained", model, "model", settings.place("model"))
         result.same("model", model, "model.pretrained")
-    adapts = _tuner(result, settings)
+    adapts = _tuner(result, settings, given.file)
     _data(result, settings, rlhf)
     _objective(result, settings, rlhf)
     attention = settings.take("attn_impl")
@@ -127,9 +128,9 @@ def translate(given: Given) -> Translation:
     trainer.apply_arguments(result, settings, given, defaults={**DEFAULTS, "learning_rate": rate})
     if settings.take("gradient_accumulation_steps") is None:
         text = f"ms-swift accumulates until a step has {TOTAL_BATCH} rows on all devices"
-        micro = result.fields["batch.micro_batch_size"]
-        result.set("batch.global_batch_size", max(TOTAL_BATCH, micro * (given.devices or 1)), text)
-        result.different("gradient_accumulation_steps", None, text, "batch.global_batch_size")
+        of_a_pass = result.fields.get("batch.global_batch_size", 1)
+        result.set("batch.global_batch_size", max(TOTAL_BATCH, of_a_pass), text)
+        result.different("", None, text, "batch.global_batch_size")
     dtype = settings.take("torch_dtype", "bfloat16")
     precision = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}.get(str(dtype))
     if precision:
@@ -159,8 +160,8 @@ def _stage(name: str) -> Mapping[str, Any] | None:
     return fields
 
 
-def _tuner(result: Translation, settings: Settings) -> bool:
-    """Translates the adapter; returns whether there is one."""
+def _tuner(result: Translation, settings: Settings, file: ForeignFile) -> bool:
+    """Translates the adapter; returns whether there is one. Raises RecipeError if there are several."""
     key = "train_type" if "train_type" in settings else "tuner_type"
     kind = settings.take(key, "lora")
     settings.take("tuner_type")
@@ -191,6 +192,9 @@ def _tuner(result: Translation, settings: Settings) -> bool:
         result.same("quant_bits", bits, "model.quantize")
     elif bits:
         result.unsupported("quant_bits", bits, "the frozen weights stay in 16 bits; nf4 needs about 4")
+    if len(adapters) > 1:
+        text = "a run continues one adapter: merge the others into the model first (PEFT's merge_and_unload)"
+        raise file.error("import.adapters", "adapters", f"names {len(adapters)} adapters", text)
     if adapters:
         result.set("model.adapter.pretrained", adapters[0], "adapters")
         result.same("adapters", adapters, "model.adapter.pretrained", "its configuration counts")

@@ -152,8 +152,9 @@ class _Arguments:
 
     def _optimizer(self) -> None:
         name = self.take("optim", "adamw_torch")
-        if self.note("adafactor", unsupported=""):
+        if self.take("adafactor"):
             name = "adafactor"
+            self.to.same(self.settings.shown("adafactor"), True, "optim.name")
         shown = self.settings.shown("optim")
         if name not in OPTIMIZERS:
             text = "is not here: name a class of any package in optim.name, as in package.module:Class"

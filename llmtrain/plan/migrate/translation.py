@@ -128,6 +128,10 @@ class Settings:
         values = {key: self._find(key)[1] for key in sorted(self._taken)}
         return {key: value for key, value in values.items() if value is not None}
 
+    def absent(self) -> set[str]:
+        """Returns the settings that were asked for, and that the file does not have, by dotted key."""
+        return {key for key in self._taken if key not in self}
+
     def untaken(self) -> dict[str, Any]:
         """Returns the settings that were not read, by dotted key; those of mappings read in part one by one."""
         return dict(self._untaken(self._values, ""))
@@ -241,6 +245,7 @@ class Translation:
         program: whose they are; by default the translated one.
         """
         text = f"is no setting of {program or self.program} that is known here"
+        self._without_absent(frozenset(map(settings.shown, settings.absent())))
         if not settings.prefix:
             self.lines = [
                 replace(line, key=settings.shown(line.key)) if line.key in settings else line for line in self.lines
@@ -255,7 +260,16 @@ class Translation:
             if not value:
                 self.same(settings.shown(key), value, text="off")
             else:
-                self.unsupported(settings.shown(key), value, "is not translated: it is no value of the usual kind")
+                text = f"has a value that {program or self.program} does not document: set the recipe's field by hand"
+                self.unsupported(settings.shown(key), value, text)
+
+    def _without_absent(self, keys: frozenset[str]) -> None:
+        """Drops lines that settings which the file does not have were taken over; other lines no longer name these."""
+        kept = [line for line in self.lines if line.kind != "same" or line.key not in keys]
+        self.lines = [
+            replace(line, key="", value=None) if line.kind == "different" and line.key in keys else line
+            for line in kept
+        ]
 
     def _apply(self, setting: Setting, value: Any, settings: Settings, given: bool) -> None:
         key = settings.shown(setting.key)

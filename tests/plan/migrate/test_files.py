@@ -131,7 +131,7 @@ def test_a_script_is_never_run(tmp_path):
         ("args.toml", "a = \n", "is not TOML"),
         ("train.py", "def (\n", "train.py:1: is not Python"),
         ("train.py", "x = 1\n", "constructs none of"),
-        ("run.sh", "ls\n", "starts no script"),
+        ("run.sh", "ls\n", "has no command that starts training"),
         ("run.sh", "python a.py --b 1\npython c.py\n", "starts 2 scripts"),
         ("run.sh", "python a.py 'b\n", "run.sh:1: cannot be read"),
         ("args.json", '{"favourite": 1}', "is for no program that is known here; it has favourite"),

@@ -110,6 +110,7 @@ def test_patterns_match_as_regular_expressions_do() -> None:
         ({"model_name_or_path": "m", "stage": "ppo", "cutoff_len": 8}, "stage", "no reinforcement learning"),
         ({"model": "m", "train_dataset": "d", "cutoff_len": 8}, "train_dataset", "v1"),
         ({"model": "m", "rlhf_type": "grpo", "dataset": ["d"]}, "rlhf_type", "generates"),
+        ({"model": "m", "dataset": ["d"], "tuner_type": "lora", "adapters": ["a", "b"]}, "adapters", "merge"),
         ({"base_model": "m", "datasets": ["d"], "learning_rate": 1}, "datasets.0", "not a data set"),
         (
             {"base_model": "m", "learning_rate": "fast", "datasets": [{"path": "d"}]},
@@ -156,3 +157,30 @@ def test_a_command_line_of_swift(tmp_path: Path) -> None:
     assert [source["name"] for source in made.fields["data.sources"]] == ["a.jsonl", "b.jsonl"]
     assert [(line.key, line.value) for line in made.of("unsupported")] == [("--dataset", "a.jsonl#500")]
     assert made.fields["batch.global_batch_size"] == 16
+
+
+def test_the_workers_of_a_command_count_in_the_batch_of_swift(tmp_path: Path) -> None:
+    path = tmp_path / "sft.sh"
+    path.write_text("NPROC_PER_NODE=8 swift sft --model m --dataset a.jsonl --per_device_train_batch_size 4\n")
+    made = translate([path])
+    assert made.fields["batch.global_batch_size"] == 32
+    assert any((line.key, line.value) == ("sft.sh: nproc_per_node", 8) for line in made.of("same"))
+
+
+def test_the_settings_of_fsdp_in_axolotl_are_those_of_accelerate(inputs: Path) -> None:
+    settings = {"base_model": "m", "datasets": [{"path": "d"}], "sequence_len": 64, "learning_rate": 1e-4}
+    fsdp = {"fsdp_sharding_strategy": "HYBRID_SHARD", "offload_params": True, "invented": 3}
+    made = translated(settings | {"fsdp_config": fsdp}, inputs, "sharded")
+    said = {line.key: line for line in made.lines}
+    assert made.fields["parallel.zero_stage"] == 3
+    assert said["fsdp_config.sharding_strategy"].kind == "different"
+    assert {said[f"fsdp_config.{name}"].kind for name in ("offload_params", "invented")} == {"unsupported"}
+
+
+@pytest.mark.parametrize("program", CASES)
+def test_no_line_says_that_an_absent_setting_was_taken_over(program: str, inputs: Path) -> None:
+    for name, settings in CASES[program].items():
+        made = translated(settings, inputs)
+        for line in (line for line in made.of("same") if line.key and not line.key.startswith("--")):
+            first = re.split(r"[.:]", line.key)[0]
+            assert first in settings or first == name or ":" in line.key, (name, str(line))

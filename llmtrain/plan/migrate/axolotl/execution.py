@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from llmtrain.plan.migrate.accelerate import apply_fsdp
 from llmtrain.plan.migrate.axolotl.settings import names_in, number
 from llmtrain.plan.migrate.deepspeed_json import apply_deepspeed
 from llmtrain.plan.migrate.program import Given
@@ -137,32 +138,21 @@ QUANTIZED = (
 
 
 def _fsdp(result: Translation, settings: Settings, sharded: Values, value: Any) -> None:
+    """Translates FSDP's settings, which are Accelerate's; those in `fsdp` come first where both say the same."""
     names = {key.removeprefix("fsdp_"): inner for key, inner in sharded.items()}
-    again = names.get("reshard_after_forward", True)
-    no_reshard = "SHARD_GRAD_OP" in str(names.get("sharding_strategy", "")) or "shard_grad_op" in str(value)
-    stage = 2 if again is False or no_reshard else 3
+    names.setdefault("version", settings.take("fsdp_version") or 1)
+    if "shard_grad_op" in str(value):
+        names.setdefault("sharding_strategy", "SHARD_GRAD_OP")
+    apply_fsdp(result, Settings(names, "fsdp_config."))
+    if "fsdp" in settings:
+        result.same("fsdp", settings.take("fsdp"), "parallel.accelerate")
+    if "fsdp_version" in settings:
+        result.same("fsdp_version", names["version"], "parallel.accelerate")
     if result.fields.get("model.quantize") == "nf4":
+        for name in ("backend", "accelerate"):
+            result.fields.pop(f"parallel.{name}")
         result.set("parallel.zero_stage", 2, WHOLE_ON_EACH)
         result.different("fsdp", value, QUANTIZED, "parallel.zero_stage")
-    else:
-        for name, setting in (("backend", "accelerate"), ("accelerate", "fsdp2"), ("zero_stage", stage)):
-            result.set(f"parallel.{name}", setting, "fsdp_config")
-    fsdp2 = str(settings.take("fsdp_version") or names.get("version", 1)) == "2"
-    if fsdp2:
-        result.same("fsdp_version", 2, "parallel.accelerate")
-    else:
-        result.different(
-            "fsdp", value, "FSDP2 runs in place of FSDP1; both keep the same shards", "parallel.accelerate"
-        )
-    if names.get("offload_params"):
-        text = "FSDP2 keeps shards on the devices; for shards in host memory, set parallel.backend=deepspeed, "
-        result.unsupported("fsdp_config.offload_params", True, f"{text}`zero_stage=3` and `offload_param=cpu`")
-    known = "version offload_params reshard_after_forward activation_checkpointing sharding_strategy"
-    for name, inner in names.items():
-        if name not in known.split():
-            result.same(
-                f"fsdp_config.{name}", inner, text="layers are sharded one by one, and shards are read in parts"
-            )
 
 
 def _every(result: Translation, settings: Settings, what: str, field: str) -> None:
