@@ -227,7 +227,7 @@ def num_labels(draft: Draft) -> Iterator[Fault]:
         yield Fault("tasks.names", message, assignment(tasks__names="[]"))
     reasons = {
         "adapters are exported and merged as those of a causal LM": recipe.model.adapter is not None,
-        "its classifier computes no loss of its routers": bool(recipe.model.config.get("output_router_logits")),
+        "its classifier computes no loss of its routers": draft.facts is not None and draft.facts.router_loss,
     }
     yield from fault_for(reasons, "model.num_labels", f"{labels} is not supported", without)
 

@@ -25,6 +25,7 @@ from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.plan.facts.classifier import HEAD
 from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.search.variants import has_mean_loss
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import write_atomically
 from llmtrain.train.callbacks import Callbacks
@@ -183,8 +184,7 @@ def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch
     """
     micro, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
     # A router's loss is a mean within a micro-batch, so the size is part of the run.
-    trials = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir).trials
-    is_mean = recipe.model.config.get("output_router_logits") or (trials is not None and trials.auxiliary_loss)
+    is_mean = has_mean_loss(model_facts(recipe.model, recipe.vocab_size, recipe.code_dir))
     sizes = (micro,) if is_mean else (micro, 1, total)
     loop = _reference(recipe, device, sizes[order % len(sizes)], together=order > 0, rounds=rounds)
     steps = [loop.train_step(sequences) for sequences in batches.whole(order or None)]
