@@ -266,6 +266,8 @@ MIXING_PARTS = frozenset(_TRIED["mixing_parts"])
 convolutions, and attention with masks of its own."""
 WITHOUT_SDPA = frozenset(_TRIED["without_sdpa"])
 """Model types that `transformers` does not build with `sdpa`: soft caps, sinks, or attention of their own."""
+CONV1D_FAMILIES = frozenset({"gpt2", "openai-gpt"})
+"""Model types whose linear layers are `Conv1D` of `transformers`, whose matrices are stored [inputs, outputs]."""
 EXPERT_FAMILIES = frozenset(_TRIED["expert"])
 """Families whose experts can be distributed over ranks."""
 EXPERT_TENSOR_FAMILIES = frozenset(_TRIED["expert_tensor"])
