@@ -38,17 +38,14 @@ from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
 from llmtrain.models.tiny.tensor_check import VOCABULARY, supports_sequence_parallel, whole_part
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.plan.facts.built_model import INDEXERS
-from llmtrain.plan.facts.families import FAMILIES, WRAPPERS
+from llmtrain.plan.facts.families import ENCODERS, FAMILIES, WRAPPERS
 from llmtrain.plan.facts.wrapper import Wrapper, declare_causal_lm, text_configuration
 from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS
 from llmtrain.plan.stages import StageBounds
 from tools.page import ROOT, Files, filled, paragraph, table
 
 OUT_OF_SCOPE = {
-    "encoder, or not trained from left to right": (
-        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod reformer"
-    ),
+    "encoder, or not trained from left to right": " ".join(sorted(ENCODERS)),
     "decoder of an encoder-decoder": (
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper "
         "musicgen musicgen_melody"
