@@ -23,6 +23,7 @@ from torch import distributed as dist
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
@@ -432,6 +433,9 @@ def _documents_lists(verdicts: list[Verdict]) -> dict[str, Any]:
 
 def _lacks_sdpa(verdict: Verdict) -> bool:
     """Whether `transformers` refuses to build a family with `sdpa`."""
+    if verdict.kind == "out of scope":  # such as encoders, which may be decoders
+        config = CONFIG_MAPPING[verdict.family]
+        return config in MODEL_FOR_CAUSAL_LM_MAPPING and not MODEL_FOR_CAUSAL_LM_MAPPING[config]._supports_sdpa
     if verdict.kind not in ("works", "wrong", "refused"):
         return False
     with torch.device("meta"):
