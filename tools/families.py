@@ -23,6 +23,7 @@ from torch import distributed as dist
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
@@ -38,17 +39,14 @@ from llmtrain.models.tiny.stages_check import build_chain, find_cut, run_chain
 from llmtrain.models.tiny.tensor_check import VOCABULARY, supports_sequence_parallel, whole_part
 from llmtrain.models.tiny.varlen_check import check_attention
 from llmtrain.plan.facts.built_model import INDEXERS
-from llmtrain.plan.facts.families import FAMILIES, WRAPPERS
+from llmtrain.plan.facts.families import ENCODERS, FAMILIES, WRAPPERS
 from llmtrain.plan.facts.wrapper import Wrapper, declare_causal_lm, text_configuration
 from llmtrain.plan.predict.flat import SPLIT_COLUMNS, SPLIT_ROWS
 from llmtrain.plan.stages import StageBounds
 from tools.page import ROOT, Files, filled, paragraph, table
 
 OUT_OF_SCOPE = {
-    "encoder, or not trained from left to right": (
-        "bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert rembert roberta "
-        "roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet xmod reformer"
-    ),
+    "encoder, or not trained from left to right": " ".join(sorted(ENCODERS)),
     "decoder of an encoder-decoder": (
         "bart bigbird_pegasus blenderbot blenderbot-small marian mbart mvp pegasus plbart prophetnet trocr whisper "
         "musicgen musicgen_melody"
@@ -435,6 +433,9 @@ def _documents_lists(verdicts: list[Verdict]) -> dict[str, Any]:
 
 def _lacks_sdpa(verdict: Verdict) -> bool:
     """Whether `transformers` refuses to build a family with `sdpa`."""
+    if verdict.kind == "out of scope":  # such as encoders, which may be decoders
+        config = CONFIG_MAPPING[verdict.family]
+        return config in MODEL_FOR_CAUSAL_LM_MAPPING and not MODEL_FOR_CAUSAL_LM_MAPPING[config]._supports_sdpa
     if verdict.kind not in ("works", "wrong", "refused"):
         return False
     with torch.device("meta"):

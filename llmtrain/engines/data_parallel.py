@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from llmtrain.engines.forward import forward, next_logits
 from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import Objective, OwnLoss, OwnMetrics
+from llmtrain.models.recompute.checkpoints import bind_to_copy
 from llmtrain.plan import Plan
 
 
@@ -38,14 +41,12 @@ class DataParallel(PlainLoop):
         """Wraps the model with its loss; the optimizer remains as it is."""
         self.module = _Losses(self.model, self.objective)
         if self.devices[0].type == "cuda":
-            self.module = nn.DataParallel(self.module, device_ids=self.devices)
+            self.module = _OverDevices(self.module, device_ids=self.devices)
         return optimizer
 
     def _losses(self, micro_batch: MicroBatch, metrics: OwnMetrics | None) -> tuple[Tensor, Tensor | None]:
         """Sums the losses over the devices; averages the auxiliary losses of their micro-batches."""
-        completions = micro_batch.completions.tensors if micro_batch.completions else ()
-        inputs = (micro_batch.input_ids, micro_batch.position_ids, micro_batch.labels, micro_batch.values, *completions)
-        loss_sums, auxiliaries = self.module(*inputs, metrics=metrics)
+        loss_sums, auxiliaries = self.module(micro_batch, device=self.device, metrics=metrics)
         return loss_sums.sum(), None if auxiliaries is None else auxiliaries.mean()
 
     def own_passes(
@@ -65,6 +66,40 @@ class DataParallel(PlainLoop):
         return super().describe() | {"device": ", ".join(map(str, self.devices))}
 
 
+class _OverDevices(nn.DataParallel["_Losses"]):
+    """Gives each device some rows of a micro-batch, still on the host, where their documents are known."""
+
+    def scatter(
+        self, inputs: tuple[MicroBatch], kwargs: dict[str, Any] | None, device_ids: Sequence[int | torch.device]
+    ) -> Any:
+        """Returns the arguments of each device."""
+        parts = rows_by_device(*inputs, len(device_ids))
+        devices = [torch.device("cuda", index) for index in self.device_ids[: len(parts)]]
+        return [(part,) for part in parts], [{**(kwargs or {}), "device": device} for device in devices]
+
+    def replicate(self, module: _Losses, device_ids: Sequence[int | torch.device]) -> list[_Losses]:
+        """Returns the copies of the module."""
+        copies: list[_Losses] = super().replicate(module, device_ids)
+        for copy in copies:
+            bind_to_copy(copy)
+            for part in copy.modules():
+                # transformers adds hooks in a model's first pass, here of every copy; a copy shares those of the model.
+                part._forward_hooks = part._forward_hooks.copy()
+        return copies
+
+
+def rows_by_device(whole: MicroBatch, devices: int) -> list[MicroBatch]:
+    """Divides the rows of a micro-batch, without images and noise, as `torch.chunk` does."""
+    completions = whole.completions.tensors if whole.completions else ()
+    tensors = (whole.input_ids, whole.position_ids, whole.labels, *completions)
+    parts = []
+    for ids, positions, labels, *of_rows in zip(*(tensor.chunk(devices) for tensor in tensors), strict=True):
+        parts.append(MicroBatch(ids, positions, labels, Completions(*of_rows) if of_rows else None))
+    if whole.values is None:
+        return parts
+    return [replace(part, values=one) for part, one in zip(parts, whole.values.chunk(devices), strict=True)]
+
+
 class _Losses(nn.Module):
     """A model together with its loss, as one module that DataParallel copies."""
 
@@ -74,20 +109,11 @@ class _Losses(nn.Module):
         self.objective = objective
 
     def forward(
-        self,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        labels: Tensor,
-        values: Tensor | None,
-        *completions: Tensor,
-        metrics: OwnMetrics | None,
+        self, part: MicroBatch, device: torch.device, metrics: OwnMetrics | None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the sum of the losses and the auxiliary loss of one device's part, each of shape [1].
 
-        completions: the tensors of `Completions`, if there are any. metrics: shared by all devices.
+        part: on the host. metrics: shared by all devices.
         """
-        of_pairs = Completions(*completions) if completions else None
-        part = MicroBatch(input_ids, position_ids, labels, of_pairs, values)
-        device = input_ids.device
         loss_sum, auxiliary = forward(self.model, self.model, part, device, self.objective, metrics=metrics)
         return loss_sum[None], None if auxiliary is None else auxiliary[None]

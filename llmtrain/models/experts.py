@@ -86,6 +86,7 @@ class _AddsUpdates:
         """Hides the parameters behind updated ones during the pass."""
         parent: Any = super()
         hiding = vars(self)
+        before = dict(hiding)  # a copy of nn.DataParallel has its parameters here
         for name, (a, b, scale) in updates(self):
             parameter = getattr(self, name)
             update = b @ a
@@ -95,8 +96,8 @@ class _AddsUpdates:
         try:
             return parent.forward(*args, **named)
         finally:
-            for name, _ in updates(self):
-                del hiding[name]
+            hiding.clear()
+            hiding.update(before)
 
 
 class Routes(NamedTuple):

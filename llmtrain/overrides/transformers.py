@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from functools import partial, wraps
 from types import MethodType, ModuleType
@@ -25,45 +26,86 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 EXPERTS_FUNCTION = "llmtrain"
 """The name of llmtrain's function among those of `transformers` that compute experts (`ExpertsInterface`)."""
 
-_changes: list[Change] = []
+_own_find = masking_utils.find_packed_sequence_indices
+
+
+class _Active(threading.local):
+    """What changes the masks that this thread makes; `nn.DataParallel` runs forward passes in several threads."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.find: Callable[[Tensor], Tensor | None] | None = None
+
+
+_active = _Active()
+_lock = threading.Lock()
+_contexts = 0
+"""The number of contexts of all threads in which functions are replaced."""
+_replaced = ExitStack()
 
 
 @contextmanager
 def mask_arguments(change: Change) -> Iterator[None]:
-    """Applies `change` to the arguments of every mask (full, sliding or chunked) within the context.
+    """Applies `change` to the arguments of every mask (full, sliding or chunked) of this thread within the context.
 
     Only the function that makes the mask has all of them; it is found in a table with a place for other functions
     (https://huggingface.co/docs/transformers/attention_interface). Contexts nest, and the innermost change is applied
     first. `transformers` does not look for packed documents itself, for which it would wait for the device.
     """
-    _changes.append(change)
+    _active.changes.append(change)
+    _enter()
     try:
-        if len(_changes) > 1:  # the outermost context has replaced the functions
-            yield
+        yield
+    finally:
+        _leave()
+        _active.changes.pop()
+
+
+def _enter() -> None:
+    """Replaces the functions, unless another context has."""
+    global _contexts
+    with _lock:
+        _contexts += 1
+        if _contexts > 1:
             return
         masks, functions = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS, {}
         for name in masks:
             functions[name] = partial(_make_mask, masks[name])
-        with ExitStack() as stack:
-            for name, function in functions.items():
-                masks[name] = function
-                stack.callback(masks.__delitem__, name)
-            stack.enter_context(replaced((masking_utils, "find_packed_sequence_indices", lambda positions: None)))
-            yield
-    finally:
-        _changes.pop()
+        for name, function in functions.items():
+            masks[name] = function
+            _replaced.callback(masks.__delitem__, name)
+        _replaced.enter_context(replaced((masking_utils, "find_packed_sequence_indices", _find)))
 
 
-def document_indices(find: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[None]:
-    """Returns a context in which `find` returns the document of each token, given the positions; None for a single one.
+def _leave() -> None:
+    global _contexts
+    with _lock:
+        _contexts -= 1
+        if not _contexts:
+            _replaced.close()
+
+
+@contextmanager
+def document_indices(find: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
+    """A context in which `find` returns the document of each token, given the positions; None for a single one.
 
     Used within `mask_arguments`, for a part of the rows of a micro-batch.
     """
-    return replaced((masking_utils, "find_packed_sequence_indices", find))
+    before, _active.find = _active.find, find
+    try:
+        yield
+    finally:
+        _active.find = before
+
+
+def _find(position_ids: Tensor) -> Tensor | None:
+    if _active.find:
+        return _active.find(position_ids)
+    return None if _active.changes else _own_find(position_ids)
 
 
 def _make_mask(function: Callable[..., Any], **arguments: Any) -> Any:
-    for change in reversed(_changes):
+    for change in reversed(_active.changes):
         arguments = change(arguments)
     return function(**arguments)
 

@@ -571,11 +571,12 @@ Tensor& copy_(Tensor& self, const Tensor& from, bool non_blocking) {
     host(self).copy_(host(from));
     return self;
   }
-  Lock lock(mutex);
+  std::unique_lock lock(mutex);
   if (on_host.numel() && is_pinned(on_host.storage().data())) settle(on_host, now.stream);
   if (!non_blocking || !on_host.numel() || !is_pinned(on_host.storage().data())) {
     // Memory that is not pinned is copied to the device through a buffer of the driver, at once.
     if (!(non_blocking && self.is_cuda())) host_waits(seen_by(stream), self.is_cpu() ? "copy to the host" : "blocking copy to the device");
+    lock.unlock();  // the copy may need Python's lock, and a thread that holds it may wait for this one
     host(self).copy_(host(from));
     return self;
   }

@@ -6,6 +6,9 @@ of the ranks asserts after each test that no other device has a context.
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +20,14 @@ from llmtrain.plan.ds_config import render
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import Cluster
+from tests.cuda_on_host.conftest import environment
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.moe import CONFIGS, GPT_OSS, INDEXED, moe_recipe
 from tests.helpers.traces import Trace, assert_same, plain_run, trace, worst
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 STEPS = 4
 ZERO = [{"parallel.zero_stage": stage} for stage in range(4)]
 OFFLOADED = {"parallel.zero_stage": 2, "parallel.offload_optimizer": "cpu"}
@@ -157,3 +162,12 @@ def test_8_bit_moments_are_the_plain_loop(gpus):
         for run in runs:
             assert worst([*run.losses, run.evaluation], [*expected.losses, expected.evaluation]) < 1e-5, case
             assert worst(run.grad_norms, expected.grad_norms) < 1e-5, case
+
+
+def test_nn_data_parallel_matches_the_plain_loop(libraries):
+    """Its one process has all devices, and a thread for each."""
+    tests = ("-n", "0", "-q", "-rs", "tests/engines/test_data_parallel.py", "-k", "several")
+    given = environment(libraries, devices=2)
+    run = subprocess.run([sys.executable, "-m", "pytest", *tests], env=given, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, run.stdout
+    assert "skipped" not in run.stdout

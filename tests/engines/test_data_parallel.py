@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import nn
 
-from llmtrain.engines.data_parallel import DataParallel
+from llmtrain.engines.data_parallel import DataParallel, rows_by_device
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.engines.state.writer import DiskWriter
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import Cluster
 from tests.helpers.batches import GLOBAL_BATCH, MIXTRAL, step_batch, tiny_recipe
+from tests.helpers.moe import GPT_OSS
 from tests.helpers.reference_run import ReferenceRun
 from tests.helpers.traces import Trace, trace, worst
 
@@ -22,7 +23,20 @@ FP32 = 1e-5
 """The bound of the project for fp32; see test_parity.py."""
 CPU = torch.device("cpu")
 SGD = {"optim.name": "sgd", "optim.lr": 0.1}
-VARIANTS = ({}, SGD, {**SGD, "parallel.activation_checkpointing": "full"}, {**SGD, **MIXTRAL})
+BLOOM = {
+    "architecture": "bloom",
+    "attention": "eager",
+    "config": {"vocab_size": 256, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+}
+VARIANTS = {
+    "AdamW": {},
+    "SGD": SGD,
+    "recomputed": {**SGD, "parallel.activation_checkpointing": "full"},
+    "experts": {**SGD, **MIXTRAL},
+    "sinks": {**SGD, "model": GPT_OSS},
+    "ALiBi": {**SGD, "model": BLOOM},
+}
+"""The last two make their masks without positions."""
 
 
 class InTurn(nn.Module):
@@ -33,9 +47,8 @@ class InTurn(nn.Module):
         self.module = module
         self.parts = parts
 
-    def forward(self, *inputs, **named):
-        divided = ([None] * self.parts if one is None else one.chunk(self.parts) for one in inputs)
-        found = [self.module(*part, **named) for part in zip(*divided, strict=True)]
+    def forward(self, batch, **named):
+        found = [self.module(part, **named) for part in rows_by_device(batch, self.parts)]
         losses, auxiliaries = zip(*found, strict=True)
         return torch.cat(losses), None if auxiliaries[0] is None else torch.cat(auxiliaries)
 
@@ -65,7 +78,7 @@ def _same(run: Trace, expected: Trace) -> None:
         np.testing.assert_allclose(value, expected.weights[name], rtol=0, atol=1e-5, err_msg=name)
 
 
-@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 def test_data_parallel_matches_the_plain_loop(fields):
     expected = _reference(tiny_recipe(**fields), 2)
     for devices in (1, 2):
@@ -87,7 +100,7 @@ def test_data_parallel_continues_from_its_checkpoint(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nn.DataParallel spreads work over two or more CUDA GPUs")
-@pytest.mark.parametrize("fields", VARIANTS, ids=str)
+@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
 def test_several_gpus_match_the_plain_loop(fields):
     gpu = torch.device("cuda", 0)
     engine = _engine(2, gpu, micro_batch=2, **fields)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -92,6 +92,15 @@ class FullCheckpoint:
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Runs the layer within its checkpoint."""
         return self.checkpoint(self.forward, *args, **named)
+
+
+def bind_to_copy(model: nn.Module) -> None:
+    """Lets a copy of a model, as those of `nn.DataParallel`, recompute its own layers: a copied attribute `forward` is
+    bound to the layer of the original."""
+    for layer in model.modules():
+        own = vars(layer).get("forward")
+        if isinstance(own, FullCheckpoint):
+            vars(layer)["forward"] = replace(own, forward=partial(type(layer).forward, layer))
 
 
 def gathers_whole_layers(recipe: Recipe) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 from llmtrain.plan.facts.images import IMAGE_FAMILIES, reads_images
@@ -86,6 +86,20 @@ def _without_gradient(built: Any) -> tuple[str, ...]:
                 continue
             return tuple(name for name, gradient in zip(trained, gradients, strict=True) if gradient is None)
     return ()
+
+
+def has_position_table(built: Any, positions: int | None) -> bool:
+    """Whether positions are rows of a table, learned or computed once, of which a model object has as many as this."""
+    from torch.nn import Embedding
+
+    tables = {name: table.num_embeddings - getattr(table, "offset", 0) for name, table in _modules(built, Embedding)}
+    tables |= {name: len(table) for name, table in built.named_buffers() if table.ndim == 2}
+    last = {name.rpartition(".")[2]: rows for name, rows in tables.items() if rows == positions}
+    return any(("pos" in name and "rel" not in name) or name == "wpe" for name in last)
+
+
+def _modules(built: Any, kind: type) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in built.named_modules() if isinstance(module, kind))
 
 
 def weights_of(built: Any, layers: list[Any]) -> Weights:

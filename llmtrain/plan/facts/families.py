@@ -266,6 +266,16 @@ MIXING_PARTS = frozenset(_TRIED["mixing_parts"])
 convolutions, and attention with masks of its own."""
 WITHOUT_SDPA = frozenset(_TRIED["without_sdpa"])
 """Model types that `transformers` does not build with `sdpa`: soft caps, sinks, or attention of their own."""
+ENCODERS = frozenset(
+    {
+        *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+        *("reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm", "xlm-roberta"),
+        *("xlm-roberta-xl", "xlnet", "xmod"),
+    }
+)
+"""Model types with a causal LM in `transformers` whose tokens see later ones, unless `is_decoder` is set."""
+CONV1D_FAMILIES = frozenset({"gpt2", "openai-gpt"})
+"""Model types whose linear layers are `Conv1D` of `transformers`, whose matrices are stored [inputs, outputs]."""
 EXPERT_FAMILIES = frozenset(_TRIED["expert"])
 """Families whose experts can be distributed over ranks."""
 EXPERT_TENSOR_FAMILIES = frozenset(_TRIED["expert_tensor"])

@@ -153,6 +153,8 @@ class ModelFacts(Part):
     """What trials of a user's own model have shown; None for other models."""
     router_loss_off: float = 0.0
     """Coefficient of the router's loss, if the configuration has one that is not trained; otherwise 0."""
+    router_loss: bool = False
+    """Whether the configuration asks for the routers' loss, a mean within each micro-batch."""
     expert_modules: bool = False
     """Whether each expert is a module of its own: an expert without tokens then has no gradient."""
     without_gradient: tuple[str, ...] = ()

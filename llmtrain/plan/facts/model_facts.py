@@ -16,12 +16,13 @@ from llmtrain.errors import Problem, RecipeError, did_you_mean, reason
 from llmtrain.plan.facts.built_model import (
     decoder_lists,
     has_expert_modules,
+    has_position_table,
     parameters_of,
     weights_of,
     without_gradient,
 )
 from llmtrain.plan.facts.classifier import FIELD, MODULE, SUFFIX, with_head
-from llmtrain.plan.facts.families import COMMON_KEYS, FAMILIES, LEGACY_ROPE_KEYS, WRAPPERS, Family, Shape
+from llmtrain.plan.facts.families import COMMON_KEYS, ENCODERS, FAMILIES, LEGACY_ROPE_KEYS, WRAPPERS, Family, Shape
 from llmtrain.plan.facts.images import IMAGE_FAMILIES, whole_with_images
 from llmtrain.plan.facts.model import ModelFacts, TextPart, TowerFacts
 from llmtrain.plan.facts.own_model import own_model_facts
@@ -297,6 +298,7 @@ def _arithmetic_facts(model_type: str, family: Family, given: dict[str, Any], pr
         experts=experts.number if any(in_experts) else 0,
         experts_per_token=experts.per_token if any(in_experts) else 0,
         router_loss_off=_router_loss_off(config) if any(in_experts) else 0.0,
+        router_loss=any(in_experts) and bool(config.get("output_router_logits")),
         dropout=tuple(dropout_of(config).items()),
         tied_embeddings=shape.tied,
         weights=weights,
@@ -479,7 +481,19 @@ def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
     except Exception as error:  # a foreign model's constructor may raise anything; the configuration is at fault
         message = f"transformers cannot build '{model_type}': {type(error).__name__}: {reason(error)}"
         raise RecipeError(Problem("model.config", "model.config", message)) from None
+    _check_causal(model_type, config)
     return facts_of(built, model_type).model_copy(update={"without_gradient": without_gradient(config)})
+
+
+def _check_causal(model_type: str, config: Any) -> None:
+    """Raises RecipeError if tokens see those that they are to predict."""
+    if model_type not in ENCODERS or getattr(config, "is_decoder", False):
+        return
+    message = f"'{model_type}' is an encoder, whose tokens see those that they are to predict"
+    fix = "use a decoder, such as llama or qwen3"
+    if hasattr(config, "is_decoder"):
+        fix = f"--set model.config.is_decoder=true, or {fix}"
+    raise RecipeError(Problem("model.causal", "model.architecture", message, fix))
 
 
 def facts_of(built: Any, model_type: str) -> ModelFacts:
@@ -489,6 +503,7 @@ def facts_of(built: Any, model_type: str) -> ModelFacts:
     lists = list(decoder_lists(built).values())
     layers = list(lists[0]) if len(lists) == 1 else []
     embedding, head = built.get_input_embeddings().weight, built.get_output_embeddings()
+    positions = _int(config, "max_position_embeddings") or _int(config, "max_seq_len")
     heads = _int(config, "num_attention_heads") or 0  # recurrent models have none
     experts = next(
         (n for key in ("num_experts", "num_local_experts", "n_routed_experts") if (n := _int(config, key))), 0
@@ -510,13 +525,16 @@ def facts_of(built: Any, model_type: str) -> ModelFacts:
         kv_heads=_int(config, "num_key_value_heads") or heads,
         head_dim=_int(config, "head_dim") or config.hidden_size // max(heads, 1),
         vocab_size=embedding.shape[0],
-        max_positions=_int(config, "max_position_embeddings"),
+        max_positions=positions,
+        # MPT has its biases of distances in a table.
+        learned_positions=config.model_type == "mpt" or has_position_table(built, positions),
         rotary_follows=following_rotary(vars(config), _int(config, "max_position_embeddings")),
         yarn_length=yarn_length(vars(config)),
         experts=experts,
         experts_per_token=met if experts else 0,
         text_model_type="" if config is built.config else config.model_type,
         router_loss_off=_router_loss_off(config.to_dict()) if experts else 0.0,
+        router_loss=experts > 0 and bool(getattr(config, "output_router_logits", False)),
         expert_modules=has_expert_modules(built),
         dropout=tuple(dropout_of(config.to_dict()).items()),
         tied_embeddings=head is not None and head.weight is embedding,

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from llmtrain.errors import did_you_mean
 from llmtrain.plan.axes import TENSOR, used
 from llmtrain.plan.draft import Draft
+from llmtrain.plan.facts.families import CONV1D_FAMILIES
 from llmtrain.plan.facts.trained import matches
 from llmtrain.plan.rules.rule import Fault, assignment, rule
 
@@ -25,6 +26,18 @@ def dora(draft: Draft) -> Iterator[Fault]:
     if parallel.strategy == "deepspeed" and parallel.zero_stage == 3:
         message = "DoRA reads matrices outside of their layers, where ZeRO-3 has not gathered them"
         yield Fault("model.adapter.dora", message, f"{assignment(parallel__zero_stage=2)}, or train without DoRA")
+
+
+@rule("adapter.conv1d", "run")
+def conv1d(draft: Draft) -> Iterator[Fault]:
+    """Refuses adapters of GPT-2's layers on tensor parallel ranks. PEFT gives the adapter of a `Conv1D` the shape of
+    the rank's slice of it, not that of the layer (`peft/tuners/tuners_utils.py:_get_in_out_features`)."""
+    facts = draft.facts
+    if draft.recipe.model.adapter is None or TENSOR not in used(draft.parallel) or facts is None:
+        return
+    if facts.text_type in CONV1D_FAMILIES:
+        message = f"must be 1, not {draft.parallel.tensor}: adapters of the layers of '{facts.text_type}' are not split"
+        yield Fault("parallel.tensor", message, assignment(parallel__tensor=1))
 
 
 @rule("adapter.parameters", "read")
@@ -117,8 +130,10 @@ def nf4(draft: Draft) -> Iterator[Fault]:
     if draft.recipe.kernels.fp8 != "off":
         message = "products with 4-bit weights are computed in the model's data type, not in fp8"
         yield Fault(field, message, f"{assignment(kernels__fp8='off')}, or {WHOLE}")
-    if facts is not None and facts.model_type == "gpt2":
-        yield Fault(field, "GPT-2's layers have no nn.Linear, and 'nf4' quantizes only these", WHOLE)
+    if facts is not None and facts.text_type in CONV1D_FAMILIES:
+        yield Fault(
+            field, f"the layers of '{facts.text_type}' have no nn.Linear, and 'nf4' quantizes only these", WHOLE
+        )
 
 
 WHOLE = assignment(model__quantize="none")

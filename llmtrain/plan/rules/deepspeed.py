@@ -76,7 +76,7 @@ def zero_offload_param_stage(draft: Draft) -> Iterator[Fault]:
         message = (
             f"'{parallel.offload_param}' needs ZeRO 3: at ZeRO {parallel.zero_stage} parameters stay on the device"
         )
-        fix = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__offload_param='none')}"
+        fix = _zero_3_or(draft, assignment(parallel__offload_param="none"))
         yield Fault("parallel.offload_param", message, fix)
 
 
@@ -87,7 +87,7 @@ def zero_nvme_stage(draft: Draft) -> Iterator[Fault]:
     parallel = draft.parallel
     if parallel.offload_optimizer == "nvme" and parallel.zero_stage in (1, 2):
         message = f"'nvme' needs ZeRO 3: at ZeRO {parallel.zero_stage} the states would stay in host memory"
-        fix = f"{assignment(parallel__zero_stage=3)}, or {assignment(parallel__offload_optimizer='cpu')}"
+        fix = _zero_3_or(draft, assignment(parallel__offload_optimizer="cpu"))
         yield Fault("parallel.offload_optimizer", message, fix)
 
 
@@ -110,8 +110,12 @@ def zero_hierarchical_stage(draft: Draft) -> Iterator[Fault]:
     parallel = draft.parallel
     if parallel.hierarchical_partition > 1 and parallel.zero_stage < 3:
         message = f"{parallel.hierarchical_partition} has no effect: ZeRO {parallel.zero_stage} gathers no parameters"
-        fix = f"{assignment(parallel__zero_stage=3)}, or {WITHOUT_HPZ}"
-        yield Fault("parallel.hierarchical_partition", message, fix)
+        yield Fault("parallel.hierarchical_partition", message, _zero_3_or(draft, WITHOUT_HPZ))
+
+
+def _zero_3_or(draft: Draft, other: str) -> str:
+    """Returns the fix that chooses ZeRO 3, which pipelines do not have, or another one."""
+    return other if draft.parallel.pipeline > 1 else f"{assignment(parallel__zero_stage=3)}, or {other}"
 
 
 @rule("zero.hierarchical_groups", "run")
@@ -203,10 +207,17 @@ def pipeline_chunks(draft: Draft) -> Iterator[Fault]:
         yield Fault("parallel.pipeline_chunks", message, f"{assignment(parallel__pipeline_schedule='interleaved')}")
     elif name == "interleaved" and given == 1:
         message = "must be at least 2, not 1: interleaved needs several stages on each device"
-        yield Fault("parallel.pipeline_chunks", message, assignment(parallel__pipeline_chunks=2))
+        yield Fault("parallel.pipeline_chunks", message, _chunks_or_1f1b(draft, 2))
     elif name == "zero_bubble" and given % 2:
         message = f"must be even, not {given}: the stages of zero_bubble run back and forth over the devices"
-        yield Fault("parallel.pipeline_chunks", message, assignment(parallel__pipeline_chunks=given + 1))
+        yield Fault("parallel.pipeline_chunks", message, _chunks_or_1f1b(draft, given + 1))
+
+
+def _chunks_or_1f1b(draft: Draft, chunks: int) -> str:
+    """Returns the fix that chooses a number of stages on each device, or 1F1B for a model with fewer layers."""
+    if draft.facts is not None and draft.parallel.pipeline * chunks > draft.facts.layers:
+        return assignment(parallel__pipeline_schedule="1f1b", parallel__pipeline_chunks=1)
+    return assignment(parallel__pipeline_chunks=chunks)
 
 
 @rule("pipeline.interleaved", "arithmetic", axis=PIPELINE)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from llmtrain.plan.axes import used
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.images import FIELD, IMAGE_FAMILIES
+from llmtrain.plan.rules.model import masked_attention
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 
 MASKED = ("sdpa", "eager")
@@ -41,7 +42,7 @@ def images_kernels(draft: Draft) -> Iterator[Fault]:
         return
     if recipe.model.attention_kernel not in MASKED:
         message = f"'{recipe.model.attention}' would be given the boundaries of documents in the tower, too"
-        yield Fault("model.attention", message, assignment(model__attention="sdpa"))
+        yield Fault("model.attention", message, masked_attention(draft))
     if recipe.kernels.blocks not in ("auto", "eager"):
         message = f"'{recipe.kernels.blocks}' is not supported with {FIELD}"
         yield Fault("kernels.blocks", message, assignment(kernels__blocks="eager"))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmtrain.plan.axes import CHOSEN, EXPERT, TENSOR, Axis, model_parallel_size, ring_degree
-from llmtrain.plan.draft import Draft, divisors
+from llmtrain.plan.draft import COMPUTE_DTYPE, Draft, divisors
 from llmtrain.plan.facts.families import EXPERT_FAMILIES, MIXING_PARTS
+from llmtrain.plan.rules.model import lower_precision
 from llmtrain.plan.rules.rule import Fault, Rule, assignment, rule
 
 
@@ -86,7 +87,10 @@ def sequence_ring(draft: Draft) -> Iterator[Fault]:
         yield Fault(field, message, fix)
     if recipe.model.attention_kernel != "varlen":
         message = f"{needed} needs model.attention 'varlen', not '{recipe.model.attention_kernel}'"
-        yield Fault(field, message, f"{fix}, or {assignment(model__attention='varlen')}")
+        varlen = assignment(model__attention="varlen")
+        if COMPUTE_DTYPE[draft.parallel.precision] == "fp32" and not draft.cluster.spec.on_cpu:
+            varlen += f" {lower_precision(draft)}"
+        yield Fault(field, message, f"{fix}, or {varlen}")
 
 
 @rule("layout.expert", "arithmetic", axis=EXPERT)

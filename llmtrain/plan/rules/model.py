@@ -8,6 +8,7 @@ from posixpath import commonpath
 from llmtrain.plan.axes import SEQUENCE
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
 from llmtrain.plan.facts.families import MIXES_DOCUMENTS, MIXING_PARTS, WITHOUT_SDPA
+from llmtrain.plan.rules.backends import STRATEGIES
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 from llmtrain.recipe import TrainedTokenizer
 from llmtrain.system.hub import INDEX, SINGLE
@@ -226,7 +227,7 @@ def num_labels(draft: Draft) -> Iterator[Fault]:
         yield Fault("tasks.names", message, assignment(tasks__names="[]"))
     reasons = {
         "adapters are exported and merged as those of a causal LM": recipe.model.adapter is not None,
-        "its classifier computes no loss of its routers": bool(recipe.model.config.get("output_router_logits")),
+        "its classifier computes no loss of its routers": draft.facts is not None and draft.facts.router_loss,
     }
     yield from fault_for(reasons, "model.num_labels", f"{labels} is not supported", without)
 
@@ -320,7 +321,9 @@ def attention_device(draft: Draft) -> Iterator[Fault]:
         message = f"'{attention}' is compiled for Ampere and Hopper only, not for this Blackwell GPU"
         yield Fault("model.attention", message, assignment(model__attention="flash_attention_2"))
     if draft.cluster.spec.on_cpu and attention.startswith("fl"):
-        fix = f"{assignment(model__attention='sdpa')}, or {assignment(model__attention='varlen')}"
+        fix = masked_attention(draft)
+        if "sdpa" in fix:
+            fix = f"{fix}, or {assignment(model__attention='varlen')}"
         yield Fault("model.attention", f"'{attention}' cannot train on CPUs", fix)
 
 
@@ -331,7 +334,19 @@ def attention_family(draft: Draft) -> Iterator[Fault]:
     facts = draft.facts
     if facts and draft.recipe.model.attention == "sdpa" and facts.text_type in WITHOUT_SDPA:
         message = f"'{facts.text_type}' of transformers does not support 'sdpa'"
-        yield Fault("model.attention", message, assignment(model__attention="eager"))
+        yield Fault("model.attention", message, masked_attention(draft))
+
+
+def masked_attention(draft: Draft) -> str:
+    """Returns the fix that chooses an attention with masks, on any device: `sdpa`, if the family has it."""
+    without = draft.facts is not None and draft.facts.text_type in WITHOUT_SDPA
+    return assignment(model__attention="eager" if without else "sdpa")
+
+
+def lower_precision(draft: Draft) -> str:
+    """Returns the fix that chooses bf16, or autocast for strategies without fp32 master weights."""
+    able = STRATEGIES.get(draft.parallel.strategy)
+    return assignment(parallel__precision="autocast_bf16" if able and "bf16" not in able.precisions else "bf16")
 
 
 @rule("model.attention_precision", "read")
@@ -344,7 +359,7 @@ def attention_precision(draft: Draft) -> Iterator[Fault]:
         message = (
             f"'{attention}' is not supported with {draft.parallel.precision}: its kernel computes in bf16 or fp16 only"
         )
-        fix = f"{assignment(parallel__precision='bf16')}, or {assignment(model__attention='sdpa')}"
+        fix = f"{lower_precision(draft)}, or {masked_attention(draft)}"
         yield Fault("model.attention", message, fix)
 
 
@@ -357,7 +372,7 @@ def attention_heads(draft: Draft) -> Iterator[Fault]:
         return
     if facts.head_dim > FLASH_HEAD:
         message = f"'{attention}' supports head sizes of at most {FLASH_HEAD}, but the model's is {facts.head_dim}"
-        yield Fault("model.attention", message, assignment(model__attention="sdpa"))
+        yield Fault("model.attention", message, masked_attention(draft))
 
 
 @rule("model.experts_aligned", "run")

@@ -26,6 +26,7 @@ from llmtrain.plan.search.variants import (
     Fields,
     changed,
     degrees,
+    has_mean_loss,
     micro_batches,
     offload_name,
     zero_placements,
@@ -61,7 +62,7 @@ class RefusedPlan:
 
 
 def candidates(
-    recipe: Recipe, nproc: int, device: str = "cpu", layers: float = math.inf
+    recipe: Recipe, nproc: int, device: str = "cpu", layers: float = math.inf, is_mean: bool = False
 ) -> Iterator[tuple[str, Recipe, Cluster]]:
     """Yields every candidate on 1 to `nproc` devices, legal or not: its name, its recipe and its cluster.
 
@@ -69,7 +70,7 @@ def candidates(
     with one micro-batch per step and with several. Offload, hpZ groups and the other backends (if installed) are only
     combined with plain data parallelism, where every stage supports offload. Examples of names:
     `dp2-zero1-acc4-offload`, `dp4-zero3-hpz2-acc4`, `dp2-fsdp2-acc4`. layers: number of layers of the model; schedules
-    with more stages are left out.
+    with more stages are left out. is_mean: as for `micro_batches`.
     """
     recipe = changed(recipe, {"parallel.backend": "deepspeed", "parallel.accelerate": "ddp", NVME_PATH: None})
     for world in divisors(nproc):
@@ -81,20 +82,20 @@ def candidates(
             offload = offload_name(*(stored[field] for field in OFFLOADS))
             if (offload or stored[HPZ] > 1) and any(split[field] > 1 for field in DEGREES):
                 continue
-            for micro in _micro_batches(recipe, dp):
+            for micro in _micro_batches(recipe, dp, is_mean):
                 accumulation = recipe.batch.global_batch_size // (dp * micro)
                 hpz = f"-hpz{stored[HPZ]}" if stored[HPZ] > 1 else ""
                 name = _name(dp, split, f"{stored[ZERO_STAGE]}{hpz}", accumulation, offload)
                 yield name, recipe.with_(**split, **stored, **{MICRO_BATCH: micro}), cluster
-        for name, candidate in _replicated(recipe, world):
+        for name, candidate in _replicated(recipe, world, is_mean):
             yield name, candidate, cluster
 
 
 def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[list[NamedPlan], list[RefusedPlan]]:
     """Returns the candidates that this version can train, and the refused ones."""
     plans, refused = [], []
-    layers = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir).layers
-    for name, candidate, cluster in candidates(recipe, nproc, device, layers):
+    facts = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir)
+    for name, candidate, cluster in candidates(recipe, nproc, device, facts.layers, has_mean_loss(facts)):
         try:
             plan = resolve(candidate, cluster)
             check_runnable(plan)
@@ -105,10 +106,11 @@ def enumerate_plans(recipe: Recipe, nproc: int, device: str = "cpu") -> tuple[li
     return plans, refused
 
 
-def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
+def _replicated(recipe: Recipe, world: int, is_mean: bool) -> Iterator[tuple[str, Recipe]]:
     """Yields data parallelism over all devices with each other backend that is installed."""
     whole = dict.fromkeys((*DEGREES, HPZ), 1) | ONE_STAGE | dict.fromkeys(OFFLOADS, "none")
-    for (name, (backend, strategy, stage)), micro in itertools.product(BACKENDS.items(), _micro_batches(recipe, world)):
+    sizes = _micro_batches(recipe, world, is_mean)
+    for (name, (backend, strategy, stage)), micro in itertools.product(BACKENDS.items(), sizes):
         if not is_installed(backend):
             continue
         fields = whole | {
@@ -120,13 +122,13 @@ def _replicated(recipe: Recipe, world: int) -> Iterator[tuple[str, Recipe]]:
         yield f"dp{world}-{name}-acc{recipe.batch.global_batch_size // (world * micro)}", recipe.with_(**fields)
 
 
-def _micro_batches(recipe: Recipe, dp: int) -> list[int]:
+def _micro_batches(recipe: Recipe, dp: int, is_mean: bool) -> list[int]:
     """Returns two micro-batch sizes: a replica's whole share of the batch, and a smaller size.
 
     The whole share makes one micro-batch per step. The smaller size is the recipe's if it divides the share, else 1.
     One smaller size is enough.
     """
-    sizes, own = micro_batches(recipe, dp), recipe.batch.micro_batch_size
+    sizes, own = micro_batches(recipe, dp, is_mean), recipe.batch.micro_batch_size
     several = own if own in sizes[:-1] else 1
     return sorted({several, *sizes[-1:]} & {*sizes}, reverse=True)
 

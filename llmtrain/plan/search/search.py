@@ -37,6 +37,7 @@ from llmtrain.plan.search.variants import (
     Fields,
     changed,
     degrees,
+    has_mean_loss,
     micro_batches,
     recomputations,
     value_of,
@@ -243,7 +244,8 @@ def legal_layouts(recipe: Recipe, cluster: Cluster, facts: ModelFacts) -> Iterat
         if not allowed(draft, SPLIT_RULES):
             continue
         assert draft.data_parallel_size is not None, "the rules of layout have refused the rest"
-        every_size, of_stage = micro_batches(recipe, draft.data_parallel_size), dict[int, tuple[int, ...]]()
+        every_size = micro_batches(recipe, draft.data_parallel_size, has_mean_loss(facts))
+        of_stage = dict[int, tuple[int, ...]]()
         # The smallest sizes, and the recipe's own.
         tried = (*every_size[:MAX_SIZES], *{recipe.batch.micro_batch_size} & {*every_size[MAX_SIZES:]})
         for stored in zero_placements(recipe, groups):

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from llmtrain.plan.axes import CHOSEN, PIPELINE, Axis
 from llmtrain.plan.draft import divisors
+from llmtrain.plan.facts.model import ModelFacts
 from llmtrain.recipe import ParallelConfig, Recipe
 
 Fields = dict[str, Any]
@@ -91,17 +92,22 @@ def recomputations(recipe: Recipe) -> Iterator[Fields]:
     yield from (plain if own in plain else [*plain, own])
 
 
-def micro_batches(recipe: Recipe, replicas: int) -> tuple[int, ...]:
+def has_mean_loss(facts: ModelFacts) -> bool:
+    """Whether a loss of routers, or of a user's own model, is added that is a mean within each micro-batch."""
+    return facts.router_loss or (facts.trials is not None and facts.trials.auxiliary_loss)
+
+
+def micro_batches(recipe: Recipe, replicas: int, is_mean: bool) -> tuple[int, ...]:
     """Returns the micro-batch sizes that divide a replica's share of the batch, smallest first.
 
-    Returns an empty tuple if the share is not an integer. If the model has a router loss, which is a mean within each
-    micro-batch, only the recipe's size is returned: another size would be another run.
+    Returns an empty tuple if the share is not an integer. is_mean: as returned by `has_mean_loss`; then only the
+    recipe's size is returned, because another size would be another run.
     """
     share, rest = divmod(recipe.batch.global_batch_size, replicas)
     if rest:
         return ()
     own = recipe.batch.micro_batch_size
-    if recipe.model.config.get("output_router_logits"):
+    if is_mean:
         return (own,) if share % own == 0 else ()
     return divisors(share)
 

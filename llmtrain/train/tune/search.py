@@ -15,7 +15,7 @@ from llmtrain.models.precision import refuse_slower
 from llmtrain.plan import KernelChoice, Plan
 from llmtrain.plan.axes import model_parallel_size
 from llmtrain.plan.rules import resolve
-from llmtrain.plan.search.variants import MICRO_BATCH, micro_batches
+from llmtrain.plan.search.variants import MICRO_BATCH, has_mean_loss, micro_batches
 from llmtrain.train.tune.choice import alternatives, device_name, key_of_run
 from llmtrain.train.tune.trial import LAYERS, BusyError, Trial, compare_in_turns, with_threads
 
@@ -132,7 +132,7 @@ def _compare_micro_batches(tuning: Tuning, batch_of: Callable[[Plan], MicroBatch
     plan, recipe_size = tuning.plan, tuning.plan.batch.micro_batch_size
     if plan.parallel.pipeline > 1:
         return
-    sizes = micro_batches(plan.recipe, plan.data_parallel_size)
+    sizes = micro_batches(plan.recipe, plan.data_parallel_size, has_mean_loss(plan.model))
     milliseconds = {str(recipe_size): round(tuning.current.seconds() * 1000, 3)}
     for others in (
         [size for size in sizes if size > recipe_size],

@@ -23,6 +23,11 @@ gradient of its matrix:
 - Muon multiplies the smallest singular values of a matrix, and the error in their directions, by at most 3.4445 in each
   of its five iterations, while the norm of the result is at least 1.
 
+A weight without an effect, such as the bias of keys without rotary positions, which shifts all scores of a query alike,
+has a gradient of nothing but rounding. If a weight's gradient is less than `FP32` of the norm of all gradients in each
+step, its movement is an error that the norm may have. So with SGD its distance counts relative to the movement of all
+weights, and with other optimizers, which make whole steps of it, it does not count.
+
 **Lower precisions** round at every operation, and a micro-batch of another size rounds differently. The effect is
 measured: several references process the samples of each step in other orders and in other micro-batches, and one
 rounds nothing between operations. Fused and compiled kernels round after some operations only, so their results lie
@@ -74,6 +79,8 @@ class Trace:
     weights: Weights
     metric: float | None = None
     """The cross-entropy of `METRICS` over the held-out sequences; None if it is not compared."""
+    rounding: frozenset[str] = frozenset()
+    """Of a reference, the names of the weights whose gradients are nothing but rounding."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
@@ -81,8 +88,8 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
     return torch.nn.functional.cross_entropy(logits, labels, reduction="sum"), len(labels)
 
 
-def deviation(ours: Trace, theirs: Trace, initial: Weights) -> Deviation:
-    """Returns how far `ours` differs from `theirs`; both started from `initial`."""
+def deviation(ours: Trace, theirs: Trace, initial: Weights, optimizer: str = "") -> Deviation:
+    """Returns how far `ours` differs from `theirs`; both started from `initial`. optimizer: its name in recipes."""
     losses = [*zip(ours.losses, theirs.losses, strict=True)]
     if theirs.evaluation is not None:
         losses.append((math.nan if ours.evaluation is None else ours.evaluation, theirs.evaluation))
@@ -91,7 +98,7 @@ def deviation(ours: Trace, theirs: Trace, initial: Weights) -> Deviation:
     return Deviation(
         loss=worst(_relative(a, b) for a, b in losses),
         grad_norm=worst(_relative(a, b) for a, b in zip(ours.grad_norms, theirs.grad_norms, strict=True)),
-        weights=_weight_deviation(ours.weights, theirs.weights, initial, len(theirs.losses)),
+        weights=_weight_deviation(ours, theirs, initial, optimizer),
         same_lr=list(ours.rates) == list(theirs.rates),
     )
 
@@ -113,20 +120,25 @@ def _relative(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / abs(theirs) if theirs else math.inf
 
 
-def _weight_deviation(ours: Weights, theirs: Weights, initial: Weights, steps: int) -> float | None:
+def _weight_deviation(ours: Trace, theirs: Trace, initial: Weights, optimizer: str) -> float | None:
     """Returns the largest distance of a weight, relative to its movement, or None if the names differ.
 
     Each step stores each weight again, so over K steps two runs differ by a random walk of 2·K roundings. A weight that
     hardly moves, such as a norm's under SGD, differs by nothing else; therefore the movement has a minimum at which
     those roundings are `FP32` of it. A weight that stays 0 in the reference must stay 0.
     """
-    if ours.keys() != theirs.keys():
+    if ours.weights.keys() != theirs.weights.keys():
         return None
+    movements = {name: (weight - initial[name]).norm().item() for name, weight in theirs.weights.items()}
     distances = []
-    for name, reference in theirs.items():
-        stored = ROUNDING * math.sqrt(2 * steps) * reference.norm().item()
-        moved = (reference - initial[name]).norm().item() + stored / FP32
-        distance = (ours[name] - reference).norm().item()
+    for name, reference in theirs.weights.items():
+        stored = ROUNDING * math.sqrt(2 * len(theirs.losses)) * reference.norm().item()
+        moved = movements[name] + stored / FP32
+        distance = (ours.weights[name] - reference).norm().item()
+        if name in theirs.rounding and math.isfinite(distance):
+            if optimizer != "sgd":
+                continue
+            moved = math.hypot(*movements.values())
         distances.append(distance / moved if moved else math.inf if distance else 0.0)
     return worst(distances)
 

@@ -115,6 +115,8 @@ class Reference(Part):
     lr: tuple[float, ...]
     evaluation: float | None
     """Loss on held-out sequences; None if the recipe holds none out."""
+    rounding: tuple[str, ...] = ()
+    """Names of the weights whose gradients are nothing but rounding."""
 
 
 class Certificate(Part):

@@ -136,6 +136,9 @@ class ReferenceLoop:
         """That of the last forward pass, if the user's own loss gets it."""
         self._reached: set[str] = set()
         """Names of the weights that had a gradient in a step."""
+        self.gradient_shares: dict[str, float] = {}
+        """Name of each weight that had a gradient → the largest ratio, in any step, of the gradient's norm to that of
+        all gradients."""
 
     def train_step(self, sequences: Sequences) -> ReferenceStep:
         """Updates the weights with a global batch."""
@@ -153,9 +156,13 @@ class ReferenceLoop:
             (loss_sum / num_items + auxiliary / len(micro_batches)).backward()  # type: ignore[no-untyped-call]
             total += loss_sum.item()
         self._change_gradients()
-        gradients = [weight.grad for weight in self.masters.values() if weight.grad is not None]
-        self._reached |= {name for name, weight in self.masters.items() if weight.grad is not None}
-        norm = math.sqrt(sum(gradient.double().square().sum().item() for gradient in gradients))
+        named = {name: weight.grad for name, weight in self.masters.items() if weight.grad is not None}
+        self._reached |= named.keys()
+        squares = {name: gradient.double().square().sum().item() for name, gradient in named.items()}
+        norm, gradients = math.sqrt(sum(squares.values())), named.values()
+        for name, square in squares.items():
+            share = math.sqrt(square) / norm if norm else 0.0
+            self.gradient_shares[plain_name(name)] = max(share, self.gradient_shares.get(plain_name(name), 0.0))
         limit = self.recipe.optim.clip_grad_norm
         if limit:
             for gradient in gradients:

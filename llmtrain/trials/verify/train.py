@@ -25,12 +25,13 @@ from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.plan.facts.classifier import HEAD
 from llmtrain.plan.facts.model_facts import model_facts
+from llmtrain.plan.search.variants import has_mean_loss
 from llmtrain.recipe import Recipe
 from llmtrain.system.durable import write_atomically
 from llmtrain.train.callbacks import Callbacks
 from llmtrain.trials.jobs import Say
 from llmtrain.trials.verify.batches import Batches
-from llmtrain.trials.verify.compare import Trace, Weights, clone, deviation, tolerance
+from llmtrain.trials.verify.compare import FP32, Trace, Weights, clone, deviation, tolerance
 from llmtrain.trials.verify.job import (
     CURRENT_FILE,
     METRICS,
@@ -104,6 +105,7 @@ def make_references(recipe: Recipe, batches: Batches, folder: Path, device: torc
             grad_norm=tuple(first.grad_norms),
             lr=tuple(first.rates),
             evaluation=first.evaluation,
+            rounding=tuple(sorted(first.rounding)),
         )
         write_atomically(reference_file(folder, probe), reference.model_dump_json(indent=2) + "\n")
         fields = sgd_fields(recipe, first.grad_norms)
@@ -138,6 +140,7 @@ def compare_plan(name: str, plan: Plan, batches: Batches, folder: Path, device: 
             rates=reference.lr,
             evaluation=reference.evaluation,
             weights=load_file(folder / f"reference-{probe}.safetensors"),
+            rounding=frozenset(reference.rounding),
         )
         saved_in = folder / "saved" if probe == PROBES[0] else None
         deviations[probe] = _compare_probe(changed, batches, device, theirs, initial, reference.tolerance, saved_in)
@@ -165,7 +168,7 @@ def _compare_probe(
     callbacks = Callbacks(plan.recipe, only_gradients=True)
     parts = batches.part(plan, replica), batches.eval_batches(plan, replica)
     ours = _trace(engine, plan.recipe, callbacks, *parts)
-    worst = _worst_rank(deviation(ours, theirs, initial))
+    worst = _worst_rank(deviation(ours, theirs, initial, plan.recipe.optim.name))
     if saved_in is not None and worst.within(allowed):
         check_checkpoint_round_trip(engine, plan, ours.weights, saved_in)
     del engine
@@ -181,8 +184,7 @@ def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch
     """
     micro, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
     # A router's loss is a mean within a micro-batch, so the size is part of the run.
-    trials = model_facts(recipe.model, recipe.vocab_size, recipe.code_dir).trials
-    is_mean = recipe.model.config.get("output_router_logits") or (trials is not None and trials.auxiliary_loss)
+    is_mean = has_mean_loss(model_facts(recipe.model, recipe.vocab_size, recipe.code_dir))
     sizes = (micro,) if is_mean else (micro, 1, total)
     loop = _reference(recipe, device, sizes[order % len(sizes)], together=order > 0, rounds=rounds)
     steps = [loop.train_step(sequences) for sequences in batches.whole(order or None)]
@@ -193,6 +195,7 @@ def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch
         rates=[step.lr for step in steps],
         evaluation=loop.evaluate(held_out) if held_out else None,
         weights=clone(dict(loop.named_weights())),
+        rounding=frozenset(name for name, share in loop.gradient_shares.items() if 0 < share < FP32),
     )
 
 

@@ -106,6 +106,7 @@ PAIR = [
 RING = {"parallel.sequence_ring": 2, "model.attention": "varlen"}
 RINGS = [
     (3, 1, RING | {"model.architecture": "mistral", "model.config.sliding_window": 11}),
+    (2, 1, RING | SGD | {"model.adapter": {"rank": 4, "alpha": 16.0}}),
     (1, 4, RING | {"parallel.activation_checkpointing": "full"}),
     (2, 1, RING | SGD | {"parallel.activation_checkpointing": "selective"}),
     (0, 1, RING | {"data.mask_documents": False}),
@@ -119,8 +120,8 @@ RINGS = [
     "cases",
     [
         PAIR[::3],
-        RINGS[:1],
-        pytest.param([*(one for one in PAIR if one not in PAIR[::3]), *RINGS[1:]], marks=pytest.mark.breadth),
+        RINGS[:2],
+        pytest.param([*(one for one in PAIR if one not in PAIR[::3]), *RINGS[2:]], marks=pytest.mark.breadth),
     ],
     ids=["some", "ring", "others"],
 )

@@ -239,7 +239,18 @@ def test_learned_positions_limit_the_sequence_and_rotary_ones_do_not(tiny):
     gpt2 |= {"model.config": {"n_embd": 192, "n_layer": 2, "n_head": 6}, "batch.global_batch_size": 64}
     assert "model.positions" in refusals(tiny, **gpt2)
     resolve(tiny.with_(**{**gpt2, "data.sequence_length": 1024}), GPUS)
+    for architecture in ("opt", "gptj", "mpt"):  # a learned table, which has more rows, and two computed ones
+        field = "max_seq_len" if architecture == "mpt" else "max_position_embeddings"
+        short = {"model.architecture": architecture, "model.config": {field: 128}}
+        assert "model.positions" in refusals(tiny, **short, **{"data.sequence_length": 160})
+        assert "model.positions" not in refusals(tiny, **short, **{"data.sequence_length": 128})
     assert notes(tiny, **{"data.sequence_length": 512, "batch.global_batch_size": 64}) == {"model.rotary_length"}
+
+
+def test_encoders_are_refused_unless_they_are_decoders(tiny):
+    bert = tiny.with_(**{"model.architecture": "bert", "model.config": {"hidden_size": 48, "num_hidden_layers": 2}})
+    assert "model.causal" in refusals(bert)
+    assert "model.causal" not in refusals(bert, **{"model.config.is_decoder": True})
 
 
 def test_notes_do_not_refuse(tiny):

@@ -67,6 +67,17 @@ def test_allowed_plans_with_dora_train(name):
     _compare(recipe)
 
 
+@pytest.mark.slow
+def test_adapters_of_transposed_layers_are_not_split():
+    sizes = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    recipe = tiny_recipe(**{"model": {"architecture": "gpt2", "config": sizes}, "parallel.tensor": 2})
+    assert not broken(_draft(recipe))[0]
+    recipe = recipe.with_(**{"model.adapter": {"rank": 4}})
+    assert {problem.rule for problem in broken(_draft(recipe))[0]} == {"adapter.conv1d"}
+    with pytest.raises(AssertionError, match="has no split like that of the layer"):
+        run_ranks(2, _run, recipe)
+
+
 FROZEN_EXPERTS = {"model.adapter": {"rank": 4, "alpha": 16.0, "targets": ["q_proj", "o_proj"]}, "parallel.expert": 2}
 SGD = {"optim.name": "sgd", "optim.lr": 0.3}
 

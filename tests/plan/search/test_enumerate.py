@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 
+from transformers import AutoConfig
+
 from llmtrain.plan.axes import model_parallel_size
+from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.load import load_recipe
 from llmtrain.plan.search.enumerate import candidates, enumerate_plans
+from llmtrain.plan.search.variants import has_mean_loss
+from llmtrain.recipe import ModelConfig
 from llmtrain.trials.verify.job import choose_plans, comparable
 
 RECIPE = load_recipe("recipes/tiny.py:verify", [])[0]
@@ -75,9 +80,16 @@ def test_refused_plans_name_their_rule():
 
 
 def test_plans_with_a_router_keep_the_micro_batch():
-    recipe = RECIPE.with_(**{"model.config.output_router_logits": True})
-    sizes = {candidate.batch.micro_batch_size for _, candidate, _ in candidates(recipe, 2)}
+    sizes = {candidate.batch.micro_batch_size for _, candidate, _ in candidates(RECIPE, 2, is_mean=True)}
     assert sizes == {RECIPE.batch.micro_batch_size}
+
+
+def test_a_router_loss_is_also_that_of_pretrained_weights(tmp_path):
+    config = AutoConfig.for_model("mixtral", output_router_logits=True, **RECIPE.model.config)
+    config.save_pretrained(tmp_path)
+    given = ModelConfig(pretrained=str(tmp_path))
+    assert has_mean_loss(model_facts(given, None))
+    assert not has_mean_loss(model_facts(given.model_copy(update={"config": {"output_router_logits": False}}), None))
 
 
 def test_plans_are_chosen_by_name_and_pattern():

@@ -54,6 +54,20 @@ def test_rounding_a_weight_that_never_moved_is_no_deviation():
     assert deviation(replace(still, weights=frozen), still, INITIAL).weights > ADAM_WEIGHTS
 
 
+def test_a_weight_whose_gradient_is_rounding_counts_relative_to_all_and_only_under_sgd():
+    nothing = 2e-7
+    reference = replace(RUN, weights={**RUN.weights, "norm": torch.full((4,), 1 + nothing)})
+    for rounding in (set(), {"norm"}):
+        expected = replace(reference, rounding=frozenset(rounding))
+        nudged = replace(reference, weights={**reference.weights, "norm": torch.full((4,), 1 - nothing)})
+        off = replace(reference, weights={**reference.weights, "norm": torch.full((4,), 1.001)})
+        assert (deviation(nudged, expected, INITIAL, "sgd").weights <= FP32) is bool(rounding)
+        assert deviation(off, expected, INITIAL, "sgd").weights > FP32
+        assert (deviation(off, expected, INITIAL, "adamw").weights == 0) is bool(rounding)
+        lost = replace(off, weights={**off.weights, "norm": torch.full((4,), math.nan)})
+        assert deviation(lost, expected, INITIAL, "adamw").weights is None
+
+
 @pytest.mark.parametrize(
     "fields",
     [
