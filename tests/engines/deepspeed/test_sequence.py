@@ -103,6 +103,37 @@ PAIR = [
     (3, 1, INDEXED_ROWS),
     (3, 1, GPT_NEO),
 ]
+_HYBRID = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    "vocab_size": 256,
+}
+DELTA_RULE = {
+    "model.architecture": "qwen3_5_text",
+    "model.config": _HYBRID
+    | {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 2},
+}
+MAMBA2 = {
+    "model.architecture": "nemotron_h",
+    "model.config": _HYBRID
+    | {"layers_block_type": ["mamba", "attention"], "n_groups": 2, "ssm_state_size": 8, "chunk_size": 4}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 16},
+}
+CONVOLUTION = {
+    "model.architecture": "lfm2",
+    "model.config": _HYBRID | {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
+FULL, SELECTIVE = ({"parallel.activation_checkpointing": kind} for kind in ("full", "selective"))
+WHOLE_ROWS = {"data.mask_documents": False}
+"""A document as long as the sequence, which passes through all slices."""
+RECURRENT = [
+    (0, 4, DELTA_RULE | SGD | SELECTIVE),
+    (3, 1, DELTA_RULE | SGD | FULL),
+    (1, 1, MAMBA2 | SGD | FULL | WHOLE_ROWS),
+    (3, 4, MAMBA2 | SGD),
+    (2, 1, CONVOLUTION | SELECTIVE),
+]
+"""With SGD: the gradient of a decay may be as small as its rounding errors, which Adam would make as large as others."""
 RING = {"parallel.sequence_ring": 2, "model.attention": "varlen"}
 RINGS = [
     (3, 1, RING | {"model.architecture": "mistral", "model.config.sliding_window": 11}),
@@ -120,9 +151,10 @@ RINGS = [
     [
         PAIR[::3],
         RINGS[:1],
+        pytest.param(RECURRENT, marks=pytest.mark.slow),
         pytest.param([*(one for one in PAIR if one not in PAIR[::3]), *RINGS[1:]], marks=pytest.mark.breadth),
     ],
-    ids=["some", "ring", "others"],
+    ids=["some", "ring", "recurrent", "others"],
 )
 def test_two_slices_match_the_plain_loop(cases):
     runs = run_ranks(2, _train, [_recipe(2, 2, stage, acc, **fields) for stage, acc, fields in cases], 2)
