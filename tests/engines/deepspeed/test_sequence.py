@@ -13,6 +13,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.deepspeed.handover import Neighbors
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import model_configuration
@@ -76,6 +77,10 @@ def _reference(micro_batch: int = 1, **fields) -> Trace:
     return plain_run(tiny_recipe(**fields), STEPS, micro_batch)
 
 
+def _without_layout(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if not name.startswith("parallel.")}
+
+
 def _assert_equal(run: Trace, expected: Trace, name: object) -> None:
     assert worst(run.losses, expected.losses) < FP32, name
     assert worst(run.grad_norms, expected.grad_norms) < FP32, name
@@ -133,7 +138,7 @@ RECURRENT = [
     (3, 4, MAMBA2 | SGD),
     (2, 1, CONVOLUTION | SELECTIVE),
 ]
-"""With SGD: the gradient of a decay may be as small as its rounding errors, which Adam would make as large as others."""
+"""With SGD: the gradient of a decay may be near its rounding errors, which Adam would make as large as a step."""
 RING = {"parallel.sequence_ring": 2, "model.attention": "varlen"}
 RINGS = [
     (3, 1, RING | {"model.architecture": "mistral", "model.config.sliding_window": 11}),
@@ -160,7 +165,7 @@ def test_two_slices_match_the_plain_loop(cases):
     runs = run_ranks(2, _train, [_recipe(2, 2, stage, acc, **fields) for stage, acc, fields in cases], 2)
     expected: dict[str, Trace] = {}
     for index, case in enumerate(cases):
-        fields = {name: value for name, value in case[2].items() if not name.startswith("parallel.")}
+        fields = _without_layout(case[2])
         # A router's loss is a mean within a micro-batch, so that its size is part of the run.
         size = GLOBAL_BATCH if fields.items() >= MIXTRAL.items() else 1
         theirs = expected.setdefault(str(fields), _reference(size, **fields))
@@ -180,17 +185,18 @@ QUADS += [
     (4, 0, 1, TWO_HEADS),
     (4, 3, 1, TWO_HEADS),
     (4, 1, 1, {"parallel.sequence_ring": 4, "model.attention": "varlen"}),
+    (4, 3, 1, MAMBA2 | SGD | FULL | WHOLE_ROWS),
+    (4, 0, 1, DELTA_RULE | SGD),
 ]
 
 
 @pytest.mark.slow
 def test_four_ranks_share_sequences_and_samples():
     runs = run_ranks(4, _train, [_recipe(4, sp, stage, acc, **fields) for sp, stage, acc, fields in QUADS], 4)
-    expected = {str(fields): _reference(**fields) for fields in ({}, SGD, TWO_HEADS)}
     for index, case in enumerate(QUADS):
-        fields = {} if "parallel.sequence_ring" in case[3] else case[3]
+        fields = {} if "parallel.sequence_ring" in case[3] else _without_layout(case[3])
         for rank in range(4):
-            _assert_equal(runs[rank][index], expected[str(fields)], (*case, rank))
+            _assert_equal(runs[rank][index], _reference(**fields), (*case, rank))
 
 
 @pytest.mark.breadth
@@ -371,6 +377,18 @@ def _refusal_of_states_that_begin_with_a_slice(rank: int, recipes: list) -> list
     return _refusal(rank, recipes)
 
 
+def _refusal_of_messages(rank: int, recipes: list, step: int) -> list[str]:
+    """With zeros for the states of the rank before (-1), or for the gradients of those of the rank after (1)."""
+    receive = Neighbors.receive
+
+    def zeros(self: Neighbors, of: int, *args) -> tuple[torch.Tensor, ...]:
+        return tuple(state.zero_() if of == step else state for state in receive(self, of, *args))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Neighbors, "receive", zeros)
+        return _refusal(rank, recipes)
+
+
 def _refusal_of_a_ring(rank: int, recipes: list) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "check_sequence", partial(check_sequence, head_ranks=1, ring=2))
@@ -397,6 +415,11 @@ def test_recurrences_do_not_begin_anew_in_a_slice():
     assert run_ranks(2, _refusal, recurrent) == [[""] * 3] * 2
     for reasons in run_ranks(2, _refusal_of_states_that_begin_with_a_slice, recurrent):
         assert reasons == ["the logits of a slice deviate from those of the whole sequence"] * 3
+    handed_on = recurrent[1:]
+    for reasons in run_ranks(2, _refusal_of_messages, handed_on, -1):
+        assert reasons == ["the logits of a slice deviate from those of the whole sequence"] * 2
+    for reasons in run_ranks(2, _refusal_of_messages, handed_on, 1):
+        assert all(reason.startswith("gradients of ") for reason in reasons)
 
 
 def _left_behind(rank: int, recipe) -> list[object]:
