@@ -515,7 +515,7 @@ def _sequence_lists(verdicts: list[Verdict]) -> dict[str, Any]:
 
 
 SEQUENCE = Trial(
-    "families_sequence", _with_attention, _compare_sequences, _sequence_lists, ("Attention", "Recurrences")
+    "families_sequence", _with_attention, _compare_sequences, _sequence_lists, ("Attention", "Parts that mix tokens")
 )
 
 
