@@ -186,13 +186,18 @@ def _grouped(begins: Tensor, lengths: Tensor) -> list[RowGroup]:
 
 
 class _Active(threading.local):
-    """The documents of the forward pass that runs in this thread, and the slices that ranks hold."""
+    """The documents of the forward pass that runs in this thread."""
 
     rows: Rows | None = None
+
+
+class _Process:
+    """The slices that ranks hold, for all threads: autograd recomputes layers of a GPU in a thread of its own."""
+
     slices: Slices | None = None
 
 
-_active = _Active()
+_active, _process = _Active(), _Process()
 
 
 @contextmanager
@@ -236,11 +241,11 @@ def documents_as_rows(rows: Rows | None) -> Iterator[None]:
 @contextmanager
 def sequences_in_slices(slices: Slices | None) -> Iterator[None]:
     """A context in which this rank holds slices of sequences; None for whole ones."""
-    before, _active.slices = _active.slices, slices
+    before, _process.slices = _process.slices, slices
     try:
         yield
     finally:
-        _active.slices = before
+        _process.slices = before
 
 
 def active_rows() -> Rows | None:
@@ -250,7 +255,7 @@ def active_rows() -> Rows | None:
 
 def holds_slices() -> bool:
     """Whether the running part of a model is given slices of sequences."""
-    return _active.slices is not None
+    return _process.slices is not None
 
 
 def on_same_documents(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,7 +301,7 @@ def _per_document(kind: type[nn.Module], hands_on: bool) -> type[nn.Module]:
 
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        rows, slices = _active.rows, _active.slices
+        rows, slices = _active.rows, _process.slices
         if rows is None or (slices is None and not rows.documents.has_shared_rows):
             return kind.forward(self, *args, **named)
         if slices is not None and hands_on and rows.shape[1] > slices.size:
