@@ -476,8 +476,9 @@ def _with_attention(config: PreTrainedConfig) -> tuple[PreTrainedConfig, str]:
     return config, attention
 
 
-def _compare_sequences(built: tuple[PreTrainedConfig, str]) -> tuple[str, str]:
+def _compare_sequences(built: tuple[PreTrainedConfig, str]) -> tuple[str, ...]:
     from llmtrain.engines.deepspeed.sequence_check import compare_sliced_sequences
+    from llmtrain.models.tiny.documents_check import mixing_parts_of
 
     config, attention = built
     # Each family gets a new group, because a group in which a rank has timed out cannot be used again.
@@ -486,7 +487,9 @@ def _compare_sequences(built: tuple[PreTrainedConfig, str]) -> tuple[str, str]:
         return "refused", one_line(refusal)
     if deviation := _of_either(compare_sliced_sequences(config, attention, group, _longer(config))):
         return "wrong", deviation
-    return "works", "eager" if attention == "eager" else ""
+    kinds = mixing_parts_of(config)
+    passed = "" if not kinds else HANDED_ON if all(kinds.values()) else "gathered"
+    return "works", "eager" if attention == "eager" else "", passed
 
 
 def _longer(config: PreTrainedConfig) -> MicroBatch:
@@ -505,7 +508,16 @@ def _of_either(reason: str) -> str:
     return describe(reasons)
 
 
-SEQUENCE = Trial("families_sequence", _with_attention, _compare_sequences)
+HANDED_ON = "handed on"
+
+
+def _sequence_lists(verdicts: list[Verdict]) -> dict[str, Any]:
+    return {"continues_from_states": names(verdict for verdict in verdicts if HANDED_ON in verdict.others)}
+
+
+SEQUENCE = Trial(
+    "families_sequence", _with_attention, _compare_sequences, _sequence_lists, ("Attention", "Parts that mix tokens")
+)
 
 
 def sequence() -> Files:

@@ -95,7 +95,7 @@ def check_kernels(config: PreTrainedConfig, plan: Plan) -> None:
     if recipe.objective.hidden_states:
         check_head(config)
     if kernels.blocks == "compiled":
-        kinds = mixing_parts(config) if recipe.data.has_document_mask else ()
+        kinds = mixing_parts(config) if recipe.data.has_document_mask else None
         check_layers(config, recipe.model.attention_kernel, kinds)
     elif kernels.blocks == "liger":
         liger.check_blocks(config, device)

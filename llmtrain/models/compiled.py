@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
@@ -27,7 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from llmtrain.data import Documents, MicroBatch
 from llmtrain.errors import Problem, RecipeError, reason
 from llmtrain.models import cpu
-from llmtrain.models.documents import document_masks, keep_apart, per_document
+from llmtrain.models.documents import Kinds, document_masks, keep_apart, per_document
 from llmtrain.models.loss import target_loss_sum, target_losses
 from llmtrain.models.recompute.checkpoints import FullCheckpoint
 from llmtrain.models.stages import Placeholder, decoder_layers
@@ -212,7 +212,7 @@ def _not_compiled(field: str, why: str, cure: str = "") -> Problem:
     return Problem("kernels.compiler", field, f"'compiled' cannot be used: {why}", f"{cure}--set {field}={other}")
 
 
-def check_layers(config: PreTrainedConfig, attention: str, kinds: Collection[type[nn.Module]] = ()) -> None:
+def check_layers(config: PreTrainedConfig, attention: str, kinds: Kinds | None = None) -> None:
     """Traces the layers of a tiny copy of the model and compares logits and gradients; on the CPU, in fp32.
 
     kinds: of the parts that compute each document on its own. Nothing is compiled: the traced graphs run as they are.
@@ -226,7 +226,7 @@ def check_layers(config: PreTrainedConfig, attention: str, kinds: Collection[typ
     try:
         with torch.random.fork_rng(devices=[]):
             tried = attention if attention in WHOLE_GRAPH else "eager"
-            worst = _deviation(shrink_configuration(config), tried, kinds)
+            worst = _deviation(shrink_configuration(config), tried, kinds or {})
     except (*COPY_ERRORS, too_many_graphs()) as error:
         raise _refused(config, f" ({type(error).__name__}: {reason(error)})") from error
     finally:
@@ -241,7 +241,7 @@ def _refused(config: PreTrainedConfig, why: str) -> RecipeError:
     return RecipeError(Problem("kernels.blocks", "kernels.blocks", message, "--set kernels.blocks=eager"))
 
 
-def _deviation(config: PreTrainedConfig, attention: str, kinds: Collection[type[nn.Module]]) -> float:
+def _deviation(config: PreTrainedConfig, attention: str, kinds: Kinds) -> float:
     """Returns the largest deviation of logits and gradients."""
     model = build_tiny_model(config, attention)
     keep_apart(model, kinds)

@@ -8,14 +8,15 @@ No mask separates documents in a recurrence, a convolution, or an indexer that c
 part of a decoder layer, found by trial (`llmtrain.models.tiny.documents_check`), is called with documents as rows. It
 begins each with an empty state, and needs no boundaries, so this is right for every kernel on every machine.
 
-If ranks hold slices of the sequences, such a part gathers them, and computes only what the own slice depends on: the
-documents that reach into it, from their beginning to the end of the slice.
+If ranks hold slices of the sequences, a part that can continue from states (`llmtrain.models.states`) computes its own
+slice, from those of the rank before, and hands its states on to the next rank. Other parts gather the slices, and
+compute what the own slice depends on: the documents that reach into it, from their beginning to the end of the slice.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial, wraps
@@ -30,10 +31,13 @@ from transformers.masking_utils import and_masks, packed_sequence_mask_function
 from llmtrain.data import Documents, MicroBatch
 from llmtrain.models.own_attention import routed
 from llmtrain.models.stages import decoder_layers
+from llmtrain.models.states import Handover, States, with_states
 from llmtrain.overrides.transformers import document_indices, mask_arguments
 
 BOUNDARIES = (*Documents.NAMES, "seq_idx")
 """Arguments by which `transformers` gives boundaries to a module. Rows with one document each have none."""
+Kinds = Mapping[type[nn.Module], bool]
+"""Classes of parts that compute each document on its own, and whether they can continue one from states."""
 LEAST_FILLED = 0.5
 """Rows are computed together if the shortest has at least this share of the tokens of the longest: the rest of a row is
 filled up, so that at most half of what is computed is dropped."""
@@ -47,6 +51,27 @@ class Slices:
     size: int
     gather: Callable[[Tensor], Tensor]
     """Joins the slices of all ranks, [batch, T / size, …] → [batch, T, …]; differentiable."""
+    handover: Callable[[nn.Module, Tensor], Handover]
+    """Begins to exchange the states of a part, which gets these hidden states, with the ranks of adjacent slices."""
+
+
+@dataclass(frozen=True)
+class RowGroup:
+    """Documents that are computed together, as rows."""
+
+    tokens: Tensor
+    """The number of the token at each place, [documents, longest]; after the end of a document, its last one again."""
+    lengths: Tensor
+    """[documents]."""
+    before: int | None = None
+    """Which of the states that arrive from the slice before are those of its document, if that began there."""
+    is_continued: bool = False
+    """Whether it continues in the slice after."""
+
+    def to(self, device: torch.device) -> RowGroup:
+        """Copies it to a device."""
+        tokens, lengths = (each.to(device, non_blocking=True) for each in (self.tokens, self.lengths))
+        return RowGroup(tokens, lengths, self.before, self.is_continued)
 
 
 class Rows:
@@ -60,8 +85,9 @@ class Rows:
         self.shape = position_ids.shape
         self.columns = columns or (0, self.shape[1])
         self._positions, self._documents = position_ids, documents
-        self._on: dict[torch.device, tuple[list[tuple[Tensor, Tensor]], Tensor]] = {}
+        self._on: dict[torch.device, tuple[list[RowGroup], Tensor]] = {}
         self._slices: dict[tuple[int, int], Rows] = {}
+        self._segments: dict[tuple[int, int], Segments] = {}
 
     @property
     def result_shape(self) -> tuple[int, int]:
@@ -76,54 +102,102 @@ class Rows:
             self._slices[rank, size] = Rows(self._positions, self.documents, columns)
         return self._slices[rank, size]
 
+    def segments(self, rank: int, size: int) -> Segments:
+        """Returns the parts of the documents in one of `size` equal slices."""
+        if (rank, size) not in self._segments:
+            self._segments[rank, size] = Segments(self.documents, self.shape, rank, size)
+        return self._segments[rank, size]
+
     @cached_property
     def documents(self) -> Documents:
         """The documents; waits for a device that has the positions."""
         return self._documents or Documents.of(self._positions.cpu())
 
     @cached_property
-    def _groups(self) -> list[tuple[Tensor, Tensor]]:
-        """For each group, the number of the token at each place of its rows, [documents, longest], and their lengths.
-
-        Places after the end of a document repeat its last token.
-        """
+    def _groups(self) -> list[RowGroup]:
         bounds = self.documents.bounds.long()
         begins, first, end = bounds[:-1], *self.columns
         column = begins % self.shape[1]
         lengths = bounds.diff().minimum(end - column)  # nothing depends on what comes after the slice
         needed = (lengths > 0) & (column + lengths > first)
-        begins, lengths = begins[needed], lengths[needed]
-        groups = []
-        order = lengths.argsort(descending=True, stable=True)
-        while len(order):
-            longest = int(lengths[order[0]])
-            together = lengths[order] >= LEAST_FILLED * longest
-            mine, order = order[together], order[~together]
-            places = torch.arange(longest).minimum(lengths[mine, None] - 1)
-            groups.append((begins[mine, None] + places, lengths[mine]))
-        return groups
+        return _grouped(begins[needed], lengths[needed])
 
-    def on(self, device: torch.device) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+    def on(self, device: torch.device) -> tuple[list[RowGroup], Tensor]:
         """Returns the groups on a device, and the place of each result in their rows one after the other, [results]."""
         if device not in self._on:
-            found = torch.cat([tokens.flatten() for tokens, _ in self._groups])
-            real = torch.cat([(torch.arange(t.shape[1]) < n[:, None]).flatten() for t, n in self._groups])
+            found = torch.cat([group.tokens.flatten() for group in self._groups])
+            real = [torch.arange(group.tokens.shape[1]) < group.lengths[:, None] for group in self._groups]
+            is_real = torch.cat([each.flatten() for each in real])
             places = torch.empty(self.shape.numel(), dtype=torch.int64)
-            places[found[real]] = real.nonzero()[:, 0]
+            places[found[is_real]] = is_real.nonzero()[:, 0]
             places = places.view(self.shape)[:, slice(*self.columns)].flatten()
-            groups = [(t.to(device, non_blocking=True), n.to(device, non_blocking=True)) for t, n in self._groups]
-            self._on[device] = groups, places.to(device, non_blocking=True)
+            self._on[device] = [group.to(device) for group in self._groups], places.to(device, non_blocking=True)
         return self._on[device]
 
 
+class Segments(Rows):
+    """The parts of the documents in a slice of a micro-batch, in the order in which they are computed.
+
+    What the next rank waits for comes first, and what only waits for the rank before comes last; in the backward pass
+    it is the other way around. Documents that reach into adjacent slices are computed one after the other, so that a
+    rank computes one while the next rank computes the one before.
+    """
+
+    def __init__(self, documents: Documents, shape: torch.Size, rank: int, size: int) -> None:
+        """documents: of whole sequences with this shape."""
+        length = shape[1] // size
+        self._bounds, self._length, self._first = documents.bounds.long(), shape[1], rank * length
+        super().__init__(torch.empty(shape[0], length), documents)
+
+    @cached_property
+    def _groups(self) -> list[RowGroup]:
+        length, first = self.shape[1], self._first
+        begins, columns = self._bounds[:-1], self._bounds[:-1] % self._length - first
+        ends = columns + self._bounds.diff()
+        needed = (columns < length) & (ends > 0)
+        row, columns, ends = begins[needed] // self._length, columns[needed], ends[needed]
+        continues, is_continued = columns < 0, ends > length
+        begins = row * length + columns.clamp(min=0)
+        lengths = ends.clamp(max=length) - columns.clamp(min=0)
+
+        def single(number: int) -> RowGroup:
+            # A part takes a single token that continues from a state for one that is generated.
+            before = int(continues[:number].sum()) if continues[number] else None
+            tokens = torch.arange(max(int(lengths[number]), 1 if before is None else 2))
+            tokens = begins[number] + tokens.clamp(max=int(lengths[number]) - 1)
+            return RowGroup(tokens[None], lengths[number, None], before, bool(is_continued[number]))
+
+        sent, last = (chosen.nonzero()[:, 0].tolist() for chosen in (is_continued, continues & ~is_continued))
+        alone = ~continues & ~is_continued
+        return [*map(single, sent), *_grouped(begins[alone], lengths[alone]), *map(single, last)]
+
+
+def _grouped(begins: Tensor, lengths: Tensor) -> list[RowGroup]:
+    """Returns documents in groups of about the same length. begins: the number of the first token of each."""
+    groups = []
+    order = lengths.argsort(descending=True, stable=True)
+    while len(order):
+        longest = int(lengths[order[0]])
+        together = lengths[order] >= LEAST_FILLED * longest
+        mine, order = order[together], order[~together]
+        places = torch.arange(longest).minimum(lengths[mine, None] - 1)
+        groups.append(RowGroup(begins[mine, None] + places, lengths[mine]))
+    return groups
+
+
 class _Active(threading.local):
-    """The documents of the forward pass that runs in this thread, and the slices that ranks hold."""
+    """The documents of the forward pass that runs in this thread."""
 
     rows: Rows | None = None
+
+
+class _Process:
+    """The slices that ranks hold, for all threads: autograd recomputes layers of a GPU in a thread of its own."""
+
     slices: Slices | None = None
 
 
-_active = _Active()
+_active, _process = _Active(), _Process()
 
 
 @contextmanager
@@ -167,11 +241,11 @@ def documents_as_rows(rows: Rows | None) -> Iterator[None]:
 @contextmanager
 def sequences_in_slices(slices: Slices | None) -> Iterator[None]:
     """A context in which this rank holds slices of sequences; None for whole ones."""
-    before, _active.slices = _active.slices, slices
+    before, _process.slices = _process.slices, slices
     try:
         yield
     finally:
-        _active.slices = before
+        _process.slices = before
 
 
 def active_rows() -> Rows | None:
@@ -181,7 +255,7 @@ def active_rows() -> Rows | None:
 
 def holds_slices() -> bool:
     """Whether the running part of a model is given slices of sequences."""
-    return _active.slices is not None
+    return _process.slices is not None
 
 
 def on_same_documents(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,18 +273,15 @@ class PerDocument:
     """What the modules of `keep_apart` are, besides what they were."""
 
 
-def keep_apart(model: PreTrainedModel, kinds: Collection[type[nn.Module]]) -> None:
-    """Lets parts of the decoder layers of a model, or of a stage of it, compute each document on its own.
-
-    kinds: the classes of these parts.
-    """
+def keep_apart(model: PreTrainedModel, kinds: Kinds) -> None:
+    """Lets parts of the decoder layers of a model, or of a stage of it, compute each document on its own."""
     if not kinds:
         return
     for layer in decoder_layers(model)[1]:
         for part in layer.children():
             if type(part) in kinds:
                 # Not an attribute of the instance: a copy of the module must not call the original.
-                part.__class__ = _per_document(type(part))  # type: ignore[arg-type]
+                part.__class__ = _per_document(type(part), kinds[type(part)])  # type: ignore[arg-type]
 
 
 def per_document(module: nn.Module) -> list[nn.Module]:
@@ -225,14 +296,18 @@ def outside_of_parts(module: nn.Module) -> list[nn.Module]:
 
 
 @cache
-def _per_document(kind: type[nn.Module]) -> type[nn.Module]:
-    """Returns a subclass that computes each document on its own."""
+def _per_document(kind: type[nn.Module], hands_on: bool) -> type[nn.Module]:
+    """Returns a subclass that computes each document on its own. hands_on: whether it can continue one from states."""
 
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: Any, **named: Any) -> Any:
-        rows, slices = _active.rows, _active.slices
+        rows, slices = _active.rows, _process.slices
         if rows is None or (slices is None and not rows.documents.has_shared_rows):
             return kind.forward(self, *args, **named)
+        if slices is not None and hands_on and rows.shape[1] > slices.size:
+            segments = rows.segments(slices.rank, slices.size)
+            handover = slices.handover(self, _hidden(segments, (args, named)))
+            return compute_segments(partial(kind.forward, self), segments, handover, args, named)
         if slices is not None:
             args, named = _gathered(rows, slices, args), _gathered(rows, slices, named)
             rows = rows.slice(slices.rank, slices.size)
@@ -263,15 +338,50 @@ def compute_per_document(
     dimension of tokens, such as states at the end of a sequence, are None. Raises ValueError if no argument has the
     shape of the micro-batch.
     """
-    device = _hidden(rows, (args, named)).device
-    groups, places = rows.on(device)
-    named = {name: value for name, value in named.items() if name not in BOUNDARIES}
-    results = []
-    for tokens, lengths in groups:
-        cut = partial(_cut, rows.shape, tokens, lengths)
-        with documents_as_rows(None), sequences_in_slices(None), routed(None):
-            results.append((function(*_mapped(cut, args), **_mapped(cut, named)), tokens.shape))
+    groups, places = rows.on(_hidden(rows, (args, named)).device)
+    results = [(_call(function, rows.shape, group, args, named), group.tokens.shape) for group in groups]
     return _joined(results, places, rows.result_shape)
+
+
+def compute_segments(
+    function: Callable[..., Any],
+    segments: Segments,
+    handover: Handover,
+    args: tuple[Any, ...],
+    named: Mapping[str, Any],
+) -> Any:
+    """Calls a function of a slice, [batch, T / size, …], as `compute_per_document` does for whole sequences.
+
+    Documents continue from the states of the rank before, and those of documents that continue are sent to the next
+    rank. The function takes `States`.
+    """
+    groups, places = segments.on(_hidden(segments, (args, named)).device)
+    received: list[States] = []
+    results = []
+    for group in groups:
+        states = States()
+        if group.before is not None:
+            while len(received) <= group.before:
+                received.append(handover.receive())
+            states = received[group.before]
+        uses_states = group.before is not None or group.is_continued
+        result = _call(function, segments.shape, group, args, with_states(named, states) if uses_states else named)
+        if group.is_continued:
+            output, *others = result if isinstance(result, tuple | list) else (result,)
+            output = handover.send(output, states)
+            result = type(result)((output, *others)) if isinstance(result, tuple | list) else output
+        results.append((result, group.tokens.shape))
+    return _joined(results, places, segments.result_shape)
+
+
+def _call(
+    function: Callable[..., Any], shape: torch.Size, group: RowGroup, args: tuple[Any, ...], named: Mapping[str, Any]
+) -> Any:
+    """Calls a function with the documents of a group as rows. shape: that of the micro-batch."""
+    cut = partial(_cut, shape, group.tokens, group.lengths)
+    named = {name: value for name, value in named.items() if name not in BOUNDARIES}
+    with documents_as_rows(None), sequences_in_slices(None), routed(None):
+        return function(*_mapped(cut, args), **_mapped(cut, named))
 
 
 def _gathered(rows: Rows, slices: Slices, arguments: Any) -> Any:

@@ -82,7 +82,10 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gpt-oss": ({"model": GPT_OSS, "parallel.expert": 1}, ZERO[3]),
     "Qwen3.5": ({"model": {"architecture": "qwen3_5_text", "config": _HYBRID | {"intermediate_size": 48}}}, ZERO[3]),
     "Qwen3.5 MoE": ({"model": {"architecture": "qwen3_5_moe_text", "config": CONFIGS["qwen3_5_moe_text"]}}, STAGES),
-    "Nemotron-H": ({"model": {"architecture": "nemotron_h", "config": _MAMBA}}, ZERO[2]),
+    "Nemotron-H": (
+        {"model": {"architecture": "nemotron_h", "config": _MAMBA}},
+        ZERO[2] | {"parallel.sequence": 2, "parallel.activation_checkpointing": "selective"},
+    ),
     "DeepSeek V3.2": ({"model": {"architecture": "deepseek_v32", "config": INDEXED | {"v_head_dim": 16}}}, ZERO[1]),
     "Qwen3 MoE, LoRA of experts": (
         {

@@ -7,6 +7,7 @@ import re
 import pytest
 
 from llmtrain.plan.facts.families import (
+    CONTINUES_FROM_STATES,
     EXPERT_FAMILIES,
     EXPERT_TENSOR_FAMILIES,
     MEGATRON_SP_FAMILIES,
@@ -39,6 +40,8 @@ def test_the_lists_are_those_of_the_pages():
     assert {family for family, note in experts.items() if note} == EXPERT_TENSOR_FAMILIES
     parts = {family: note.rpartition(" | ")[2] for family, note in notes("families_documents", "Works").items()}
     assert {family for family, names in parts.items() if names} == MIXING_PARTS
+    sequences = notes("families_sequence", "Works")
+    assert {family for family, note in sequences.items() if note.endswith("handed on")} == CONTINUES_FROM_STATES
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -34,9 +34,10 @@ from llmtrain.models.tiny.model import MODEL_ERRORS, TOLERANCE, packed_input, re
 
 GRADIENT_TOLERANCE = 1e-4
 """Largest deviation of a gradient, relative to the largest entry of its tensor; slices are summed in another order."""
-ROUNDING = 2.0**-22
-"""Largest deviation relative to the largest entry of all gradients. A gradient that is zero because its terms cancel
-consists of rounding errors only; an example is that of a bias of keys, which moves all logits of a query alike."""
+ROUNDING = 2.0**-21
+"""Largest deviation relative to the largest entry of all gradients: a sum of 32 tokens' terms, in another order and
+rounded at random, deviates by √32 · 2^-24. A gradient whose terms cancel consists of rounding errors; examples are that
+of a bias of keys, which moves all logits of a query alike, and that of the decay of a state."""
 WAIT = timedelta(seconds=60)
 """Longest time that a rank waits for another rank whose model has failed."""
 

@@ -6,7 +6,8 @@ divide the heads, groups of them form a ring: a group exchanges heads for its ow
 groups as they pass by (`ring.py`).
 
 Whatever else a model computes from all tokens is also computed for the whole sequence: attention masks, and the loss of
-a router. Recurrences and convolutions gather the tokens that the rank's slice depends on (`llmtrain.models.documents`).
+a router. Recurrences and convolutions continue from the states of the rank before (`handover.py`), or gather the tokens
+that the rank's slice depends on (`llmtrain.models.documents`).
 
 A family that computes attention itself exchanges what its projections return (`own_attention.py`).
 
@@ -34,6 +35,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch
+from llmtrain.engines.deepspeed.handover import Neighbors
 from llmtrain.engines.deepspeed.own_attention import SequenceRanks, calls_table, exchanges, names_in_forward
 from llmtrain.engines.deepspeed.ring import Group, Ring, zigzag
 from llmtrain.models.documents import Slices, holds_slices, outside_of_parts, per_document, sequences_in_slices
@@ -75,6 +77,7 @@ class Ulysses:
         self._group_name = register_all_to_all_group(group)
         self._heads_name = register_all_to_all_group(heads) if heads else self._group_name
         self._exchanges = exchanges(model, SequenceRanks(self.rank, self.size, self._all_to_all, self._whole))
+        self._neighbors = Neighbors(group)
         self._indexed: list[Any] = []
         """Attention modules whose keys are chosen by an indexer: their own, or that of an earlier layer."""
         outside = outside_of_parts(model)
@@ -109,7 +112,7 @@ class Ulysses:
             for module in self._counting:
                 hook = module.register_forward_pre_hook(self._continue_counting, with_kwargs=True)
                 stack.callback(hook.remove)
-            stack.enter_context(sequences_in_slices(Slices(self.rank, self.size, self._whole)))
+            stack.enter_context(sequences_in_slices(Slices(self.rank, self.size, self._whole, self._neighbors.begin)))
             stack.enter_context(mask_arguments(self._whole_masks))
             stack.enter_context(router_loss(self._model, self._whole_router_loss))
             yield

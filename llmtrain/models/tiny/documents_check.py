@@ -1,7 +1,8 @@
 """Finds out on a tiny copy of a model which parts of it mix packed documents in spite of their masks.
 
 These parts compute each document on its own (`llmtrain.models.documents.keep_apart`). Whether documents still influence
-each other is then tried with the whole copy.
+each other is then tried with the whole copy. Whether a part can continue a document from states, so that ranks with
+slices of sequences hand them on, is tried with the part alone: some ignore initial states, as their kernels do.
 """
 
 from __future__ import annotations
@@ -17,10 +18,24 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from llmtrain.data import MicroBatch
 from llmtrain.errors import FamilyError, Problem, RecipeError
 from llmtrain.models.build import model_configuration
-from llmtrain.models.documents import Rows, compute_per_document, document_masks, keep_apart
+from llmtrain.models.documents import (
+    Kinds,
+    Rows,
+    compute_per_document,
+    compute_segments,
+    document_masks,
+    keep_apart,
+)
 from llmtrain.models.stages import decoder_layers
+from llmtrain.models.states import States, takes_states
 from llmtrain.models.tiny.configuration import LAYERS, shrink_configuration
-from llmtrain.models.tiny.model import COPY_ERRORS, MODEL_ERRORS, TOLERANCE, build_tiny_model, relative_deviation
+from llmtrain.models.tiny.model import (
+    COPY_ERRORS,
+    MODEL_ERRORS,
+    TOLERANCE,
+    build_tiny_model,
+    relative_deviation,
+)
 from llmtrain.plan.facts.families import MIXING_PARTS
 from llmtrain.recipe import Recipe
 
@@ -30,8 +45,8 @@ so that sums may be in another order."""
 FIRST, BOTH = 40, 60
 """Tokens of the first of two documents, and of both: many more than the windows and strides of tiny copies."""
 FIX = "--set data.packing=none, or --set data.mask_documents=false"
-Kinds = frozenset[type[nn.Module]]
-"""Classes of modules."""
+SLICES = 4
+"""Slices in which a part continues from states: a document in one of them, and others in two, three and four."""
 _found: dict[str, Kinds] = {}
 """What `mixing_parts` has found in this process, by the configuration of the tiny copy."""
 
@@ -47,7 +62,7 @@ def mixing_parts(config: PreTrainedConfig) -> Kinds:
         return mixing_parts_of(shrink_configuration(config, LAYERS))
     except COPY_ERRORS as error:
         if config.get_text_config(decoder=True).model_type not in MIXING_PARTS:
-            return frozenset()  # `check_documents` says so for a model with its own code
+            return {}  # `check_documents` says so for a model with its own code
         text = " ".join(str(error).split())[:100]
         message = f"no tiny copy of '{config.model_type}' runs, to find the parts that mix packed documents ({text})"
         raise RecipeError(Problem("data.documents_mixed", "data.mask_documents", message, FIX)) from error
@@ -61,7 +76,7 @@ def mixing_parts_of(config: PreTrainedConfig) -> Kinds:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = build_tiny_model(config, "eager").eval()
-            _found[key] = _mixing_parts(model) if _influences(model) else frozenset()
+            _found[key] = _mixing_parts(model) if _influences(model) else {}
     return _found[key]
 
 
@@ -77,11 +92,11 @@ def _mixing_parts(model: PreTrainedModel) -> Kinds:
     try:
         layers = decoder_layers(model)[1]
     except FamilyError:
-        return frozenset()
+        return {}
     tokens = torch.randint(3, 90, (2, BOTH))
     positions = torch.stack([torch.arange(BOTH), torch.arange(BOTH) % FIRST])
     rows = Rows(positions)
-    found: set[type[nn.Module]] = set()
+    found: dict[type[nn.Module], bool] = {}
 
     def compare(part: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         if type(part) in found:
@@ -91,7 +106,7 @@ def _mixing_parts(model: PreTrainedModel) -> Kinds:
         except MODEL_ERRORS:
             return  # If it does mix documents, these influence each other in the whole copy.
         if not _agree(output, alone):
-            found.add(type(part))
+            found[type(part)] = _continues_from_states(part, rows, args, named)
 
     parts = [part for layer in layers for part in layer.children()]
     handles = [part.register_forward_hook(compare, with_kwargs=True) for part in parts]
@@ -100,12 +115,80 @@ def _mixing_parts(model: PreTrainedModel) -> Kinds:
     finally:
         for handle in handles:
             handle.remove()
-    return frozenset(found)
+    return found
+
+
+def _continues_from_states(part: nn.Module, rows: Rows, args: tuple[Any, ...], named: dict[str, Any]) -> bool:
+    """Whether a part computes the same documents, and the same gradients, slice by slice from states."""
+    if not takes_states(type(part)):
+        return False
+    function = partial(type(part).forward, part)
+    inputs: list[Tensor] = [parameter for parameter in part.parameters() if parameter.requires_grad]
+
+    def is_of_tokens(value: Any) -> bool:
+        return isinstance(value, Tensor) and value.shape[:2] == rows.shape
+
+    def tracked(value: Any) -> Any:
+        if not is_of_tokens(value) or not value.is_floating_point():
+            return value
+        inputs.append(value.detach().requires_grad_())
+        return inputs[-1]
+
+    def column(number: int, value: Any) -> Any:
+        return value.chunk(SLICES, dim=1)[number] if is_of_tokens(value) else value
+
+    try:
+        with torch.enable_grad():
+            args, named = tuple(map(tracked, args)), {name: tracked(value) for name, value in named.items()}
+            expected = _first(compute_per_document(function, rows, args, named))
+            handed, outputs = _Handed(), []
+            for number in range(SLICES):
+                cut = partial(column, number)
+                own = {name: cut(value) for name, value in named.items()}
+                segments = rows.segments(number, SLICES)
+                outputs.append(_first(compute_segments(function, segments, handed, tuple(map(cut, args)), own)))
+            output = torch.cat(outputs, dim=1)
+            into = torch.randn_like(expected)
+            of_states = torch.autograd.grad(output, handed.sent, into, retain_graph=True)
+            ours, theirs = (
+                torch.autograd.grad(result, inputs, into, allow_unused=True, materialize_grads=True)
+                for result in (output, expected)
+            )
+    except MODEL_ERRORS:  # also if a state is not read, or has no gradient
+        return False
+    if not all(gradient.any() for gradient in of_states):
+        return False
+    # Of all gradients at once: that of a decay is small, because its terms cancel, and their rounding errors are not.
+    handed_on, whole = (torch.cat([gradient.flatten() for gradient in gradients]) for gradients in (ours, theirs))
+    return relative_deviation(output, expected) <= ALONE and relative_deviation(handed_on, whole) <= ALONE
+
+
+class _Handed:
+    """Hands the states of a slice on to the next one within a process."""
+
+    def __init__(self) -> None:
+        self._states: list[States] = []
+        self.sent: list[Tensor] = []
+        """All states of all rows and slices."""
+
+    def receive(self) -> States:
+        """Returns the states of the next row."""
+        return self._states.pop(0)
+
+    def send(self, output: Tensor, states: States) -> Tensor:
+        """Keeps the states of the next row."""
+        self._states.append(states)
+        self.sent += states.tensors
+        return output
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple | list) else result
 
 
 def _agree(output: Any, alone: Any) -> bool:
     """Whether the first result of a part is that of each document on its own."""
-    output, alone = (result[0] if isinstance(result, tuple | list) else result for result in (output, alone))
+    output, alone = _first(output), _first(alone)
     return not isinstance(alone, Tensor) or relative_deviation(alone, output) <= ALONE
 
 

@@ -264,6 +264,9 @@ Their documents meet before the decoder layers, or in parts of these that cannot
 MIXING_PARTS = frozenset(_TRIED["mixing_parts"])
 """Model types with parts that mix packed documents, unless they compute each document on its own: recurrences,
 convolutions, and attention with masks of its own."""
+CONTINUES_FROM_STATES = frozenset(_TRIED["continues_from_states"])
+"""Those of them of which every such part can continue a document from the states of an earlier slice of it, so that
+sequence parallel ranks hand states on (`docs/reference/families_sequence.md`)."""
 WITHOUT_SDPA = frozenset(_TRIED["without_sdpa"])
 """Model types that `transformers` does not build with `sdpa`: soft caps, sinks, or attention of their own."""
 ENCODERS = frozenset(

@@ -7,7 +7,7 @@ from posixpath import commonpath
 
 from llmtrain.plan.axes import SEQUENCE
 from llmtrain.plan.draft import BYTES_OF, COMPUTE_DTYPE, Draft
-from llmtrain.plan.facts.families import MIXES_DOCUMENTS, MIXING_PARTS, WITHOUT_SDPA
+from llmtrain.plan.facts.families import CONTINUES_FROM_STATES, MIXES_DOCUMENTS, MIXING_PARTS, WITHOUT_SDPA
 from llmtrain.plan.rules.backends import STRATEGIES
 from llmtrain.plan.rules.rule import Fault, assignment, fault_for, rule
 from llmtrain.recipe import TrainedTokenizer
@@ -279,12 +279,23 @@ def documents_mixed(draft: Draft) -> Iterator[Fault]:
         )
 
 
-@rule("model.repeated_parts", "run", axis=SEQUENCE, refuses=False)
-def repeated_parts(draft: Draft) -> Iterator[Fault]:
-    """Notes that sequence parallel ranks repeat recurrences and convolutions. The state at the beginning of a slice is
-    computed again, from the beginning of the documents that reach into it."""
-    facts, degree = draft.facts, draft.parallel.sequence
-    if facts is not None and facts.text_type in MIXING_PARTS:
+@rule("model.recurrences_in_slices", "run", axis=SEQUENCE, refuses=False)
+def recurrences_in_slices(draft: Draft) -> Iterator[Fault]:
+    """Notes what long documents cost sequence parallel ranks of a family with recurrences or convolutions. A rank waits
+    for the states of the rank before, or computes the state at the beginning of its slice again, from the beginning of
+    the documents that reach into it."""
+    facts, degree, rows = draft.facts, draft.parallel.sequence, draft.recipe.batch.micro_batch_size
+    if facts is None or facts.text_type not in MIXING_PARTS:
+        return
+    if facts.text_type in CONTINUES_FROM_STATES:
+        factor = (degree + rows - 1) / rows
+        message = (
+            f"each rank continues the recurrences of '{facts.text_type}' from the states of the rank before, and waits "
+            f"for them: with documents as long as the sequence, the recurrences of a micro-batch of {rows} take "
+            f"{factor:.3g} times as long as those of a slice, which the predicted time leaves out"
+        )
+        yield Fault("parallel.sequence", message, "documents that are shorter than a slice do not wait")
+    else:
         message = (
             f"each rank computes the recurrences of '{facts.text_type}' from the beginning of the documents that reach "
             f"into its slice: with documents as long as the sequence, the last rank computes {degree} times its slice, "

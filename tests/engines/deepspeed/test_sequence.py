@@ -13,6 +13,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llmtrain.data import MicroBatch, StepBatch
+from llmtrain.engines.deepspeed.handover import Neighbors
 from llmtrain.engines.deepspeed.sequence_check import check_sequence
 from llmtrain.errors import FamilyError, RecipeError
 from llmtrain.models import model_configuration
@@ -76,6 +77,10 @@ def _reference(micro_batch: int = 1, **fields) -> Trace:
     return plain_run(tiny_recipe(**fields), STEPS, micro_batch)
 
 
+def _without_layout(fields: dict) -> dict:
+    return {name: value for name, value in fields.items() if not name.startswith("parallel.")}
+
+
 def _assert_equal(run: Trace, expected: Trace, name: object) -> None:
     assert worst(run.losses, expected.losses) < FP32, name
     assert worst(run.grad_norms, expected.grad_norms) < FP32, name
@@ -103,6 +108,37 @@ PAIR = [
     (3, 1, INDEXED_ROWS),
     (3, 1, GPT_NEO),
 ]
+_HYBRID = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8},
+    "vocab_size": 256,
+}
+DELTA_RULE = {
+    "model.architecture": "qwen3_5_text",
+    "model.config": _HYBRID
+    | {"layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4, "linear_num_key_heads": 2}
+    | {"linear_key_head_dim": 8, "linear_value_head_dim": 8, "num_hidden_layers": 2},
+}
+MAMBA2 = {
+    "model.architecture": "nemotron_h",
+    "model.config": _HYBRID
+    | {"layers_block_type": ["mamba", "attention"], "n_groups": 2, "ssm_state_size": 8, "chunk_size": 4}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 16},
+}
+CONVOLUTION = {
+    "model.architecture": "lfm2",
+    "model.config": _HYBRID | {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+}
+FULL, SELECTIVE = ({"parallel.activation_checkpointing": kind} for kind in ("full", "selective"))
+WHOLE_ROWS = {"data.mask_documents": False}
+"""A document as long as the sequence, which passes through all slices."""
+RECURRENT = [
+    (0, 4, DELTA_RULE | SGD | SELECTIVE),
+    (3, 1, DELTA_RULE | SGD | FULL),
+    (1, 1, MAMBA2 | SGD | FULL | WHOLE_ROWS),
+    (3, 4, MAMBA2 | SGD),
+    (2, 1, CONVOLUTION | SELECTIVE),
+]
+"""With SGD: the gradient of a decay may be near its rounding errors, which Adam would make as large as a step."""
 RING = {"parallel.sequence_ring": 2, "model.attention": "varlen"}
 RINGS = [
     (3, 1, RING | {"model.architecture": "mistral", "model.config.sliding_window": 11}),
@@ -121,15 +157,16 @@ RINGS = [
     [
         PAIR[::3],
         RINGS[:2],
+        pytest.param(RECURRENT, marks=pytest.mark.slow),
         pytest.param([*(one for one in PAIR if one not in PAIR[::3]), *RINGS[2:]], marks=pytest.mark.breadth),
     ],
-    ids=["some", "ring", "others"],
+    ids=["some", "ring", "recurrent", "others"],
 )
 def test_two_slices_match_the_plain_loop(cases):
     runs = run_ranks(2, _train, [_recipe(2, 2, stage, acc, **fields) for stage, acc, fields in cases], 2)
     expected: dict[str, Trace] = {}
     for index, case in enumerate(cases):
-        fields = {name: value for name, value in case[2].items() if not name.startswith("parallel.")}
+        fields = _without_layout(case[2])
         # A router's loss is a mean within a micro-batch, so that its size is part of the run.
         size = GLOBAL_BATCH if fields.items() >= MIXTRAL.items() else 1
         theirs = expected.setdefault(str(fields), _reference(size, **fields))
@@ -149,17 +186,18 @@ QUADS += [
     (4, 0, 1, TWO_HEADS),
     (4, 3, 1, TWO_HEADS),
     (4, 1, 1, {"parallel.sequence_ring": 4, "model.attention": "varlen"}),
+    (4, 3, 1, MAMBA2 | SGD | FULL | WHOLE_ROWS),
+    (4, 0, 1, DELTA_RULE | SGD),
 ]
 
 
 @pytest.mark.slow
 def test_four_ranks_share_sequences_and_samples():
     runs = run_ranks(4, _train, [_recipe(4, sp, stage, acc, **fields) for sp, stage, acc, fields in QUADS], 4)
-    expected = {str(fields): _reference(**fields) for fields in ({}, SGD, TWO_HEADS)}
     for index, case in enumerate(QUADS):
-        fields = {} if "parallel.sequence_ring" in case[3] else case[3]
+        fields = {} if "parallel.sequence_ring" in case[3] else _without_layout(case[3])
         for rank in range(4):
-            _assert_equal(runs[rank][index], expected[str(fields)], (*case, rank))
+            _assert_equal(runs[rank][index], _reference(**fields), (*case, rank))
 
 
 @pytest.mark.breadth
@@ -340,6 +378,18 @@ def _refusal_of_states_that_begin_with_a_slice(rank: int, recipes: list) -> list
     return _refusal(rank, recipes)
 
 
+def _refusal_of_messages(rank: int, recipes: list, step: int) -> list[str]:
+    """With zeros for the states of the rank before (-1), or for the gradients of those of the rank after (1)."""
+    receive = Neighbors.receive
+
+    def zeros(self: Neighbors, of: int, *args) -> tuple[torch.Tensor, ...]:
+        return tuple(state.zero_() if of == step else state for state in receive(self, of, *args))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Neighbors, "receive", zeros)
+        return _refusal(rank, recipes)
+
+
 def _refusal_of_a_ring(rank: int, recipes: list) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "check_sequence", partial(check_sequence, head_ranks=1, ring=2))
@@ -366,6 +416,11 @@ def test_recurrences_do_not_begin_anew_in_a_slice():
     assert run_ranks(2, _refusal, recurrent) == [[""] * 3] * 2
     for reasons in run_ranks(2, _refusal_of_states_that_begin_with_a_slice, recurrent):
         assert reasons == ["the logits of a slice deviate from those of the whole sequence"] * 3
+    handed_on = recurrent[1:]
+    for reasons in run_ranks(2, _refusal_of_messages, handed_on, -1):
+        assert reasons == ["the logits of a slice deviate from those of the whole sequence"] * 2
+    for reasons in run_ranks(2, _refusal_of_messages, handed_on, 1):
+        assert all(reason.startswith("gradients of ") for reason in reasons)
 
 
 def _left_behind(rank: int, recipe) -> list[object]:
