@@ -88,8 +88,8 @@ def import_checkpoint(
     """
     recipe = plan.recipe
     _check_recipe(recipe)
-    state = read_foreign(folder)
     whole = freeze_unused(empty_model(model_configuration(recipe), torch.float32, recipe.model.trust_remote_code))
+    state = read_foreign(folder, whole)
     names = Names(state, whole, renames, str(folder))
     part = select_trained(recipe, whole.config)
     requires = [name for name, weight in whole.named_parameters() if weight.requires_grad]
@@ -209,6 +209,7 @@ def _describe(
     steps = recipe.train.max_steps
     if steps is not None and result.step >= steps:
         result.different.append(f"train.max_steps: the recipe ends at step {steps:,}, so nothing is left to train")
+    result.different += state.differences
     result.different += list(_other_options(state, names, recipe, trained, result.step))
     if samples:
         result.taken.append(f"position in the data: {samples:,} sequences of this recipe, as --samples says")

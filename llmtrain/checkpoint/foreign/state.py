@@ -74,6 +74,8 @@ class ForeignState:
     """The optimizer's state if the folder does not name its weights."""
     buffers: frozenset[str] = frozenset()
     """Names among `weights` of what is no parameter."""
+    differences: list[str] = field(default_factory=list)
+    """How its model differs from that of the recipe, for people."""
     unread: list[str] = field(default_factory=list)
     """What the folder has and an import leaves out."""
 
