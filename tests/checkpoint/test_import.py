@@ -34,7 +34,17 @@ from llmtrain.run_dir import RunDir
 from tests.helpers import foreign_runs
 from tests.helpers.batches import MIXTRAL
 from tests.helpers.commands import llmtrain, metrics
-from tests.helpers.foreign_runs import NEXT, SAVED, adamw_of, batch_of, foreign_recipe, loss_of, model_of, rows
+from tests.helpers.foreign_runs import (
+    NEXT,
+    SAVED,
+    adamw_of,
+    batch_of,
+    foreign_recipe,
+    groups_of,
+    loss_of,
+    model_of,
+    rows,
+)
 from tests.helpers.harness import run_ranks
 from tests.helpers.megatron_runs import KINDS
 from tests.helpers.traces import engine_of, plan_of
@@ -59,8 +69,8 @@ RUNS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "pipeline-tied": ("pipeline_run", (2, 2, 1, True), {}),
     "fsdp2": ("fsdp2_run", (2, "nested"), {}),
     "fsdp2-flat": ("fsdp2_run", (2, "flat"), {}),
-    "fsdp2-folders": ("fsdp2_run", (2, "folders"), {}),
     "accelerate": ("accelerate_run", (2,), {}),
+    "accelerate-fsdp2": ("accelerate_run", (2, True), {}),
 }
 """Runs of two ranks: function of `foreign_runs`, its arguments, and fields of the recipe here."""
 
@@ -141,6 +151,23 @@ def test_runs_of_the_trainer_continue(tmp_path):
         theirs[how] = run_ranks(ranks, foreign_runs.trainer_run, tmp_path / how, ranks, how)[0]
         folders[how] = tmp_path / how / f"checkpoint-{SAVED}"
     _compare(theirs, folders, tmp_path, {})
+
+
+@pytest.mark.slow
+def test_weights_of_bf16_without_zero_are_the_fp32_ones(tmp_path):
+    run_ranks(2, foreign_runs.deepspeed_run, tmp_path, 0, 2, "bf16")
+    reader = CheckpointReader(_imported(tmp_path, tmp_path).checkpoint)
+    saved = torch.load(tmp_path / f"global_step{SAVED}" / "mp_rank_00_model_states.pt")["optimizer"]
+    groups = groups_of(model := model_of(foreign_recipe()), 0.1)
+    names = {weight: name for name, weight in model.named_parameters()}
+    number = 0
+    for group, masters in zip(groups, saved["fp32_groups"], strict=True):
+        for weight, master in zip(group["params"], masters, strict=True):
+            assert master.dtype == torch.float32
+            assert torch.equal(reader.whole(names[weight]), master.flatten())
+            states = saved["optimizer_state_dict"]["state"][number]
+            assert torch.equal(reader.whole(names[weight], "exp_avg_sq"), states["exp_avg_sq"].flatten())
+            number += 1
 
 
 @pytest.mark.breadth

@@ -94,10 +94,10 @@ def import_checkpoint(
     part = select_trained(recipe, whole.config)
     requires = [name for name, weight in whole.named_parameters() if weight.requires_grad]
     trained = [name for name in requires if part is None or name in part.weights]
-    name_states(state, names, trained)
+    _check_tied(state, names, folder)
+    name_states(state, names, trained)  # which may replace weights by their fp32 ones
     kinds = plan.optimizer_row.states(recipe.optim)
     _check_states(state, names, trained, kinds, folder)
-    _check_tied(state, names, folder)
     taken_steps = _steps(state, names, trained, step, folder)
     other = [name for name in names.groups if name not in trained and name not in unsaved_names(whole)]
     others = [] if recipe.model.omits_base_weights else other
