@@ -193,7 +193,7 @@ MEGATRON = {
     "reshardable": ("llama", 2, 1, "fully_reshardable", "stacked"),
     "flat": ("llama", 2, 1, "fully_sharded_model_space", "stacked"),
     "single": ("qwen3", 1, 2, "adam", "single"),
-    "experts": ("mixtral", 1, 1, "adam", "stacked"),
+    "experts": ("mixtral", 1, 1, "adam", "stacked"),  # which two ranks divide
     "gpt2": ("gpt2", 2, 1, "adam", "stacked"),
 }
 """Runs of `megatron_runs`: kind of model, ranks of a tensor, stages, form of the optimizer's states and of layers."""

@@ -106,6 +106,7 @@ def _model_of(kind: str, tensor: int, pipeline: int) -> tuple[Any, Any]:
     config = TransformerConfig(
         **theirs,
         **({"moe_router_load_balancing_type": "none", "moe_token_dispatcher_type": "allgather"} if experts else {}),
+        expert_model_parallel_size=2 if experts else 1,
         tensor_model_parallel_size=tensor,
         pipeline_model_parallel_size=pipeline,
         pipeline_dtype=torch.float32,
@@ -181,7 +182,9 @@ def megatron_run(
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    parallel_state.initialize_model_parallel(tensor, pipeline)
+    parallel_state.initialize_model_parallel(
+        tensor, pipeline, expert_model_parallel_size=2 if kind == "mixtral" else 1, expert_tensor_parallel_size=1
+    )
     torch.manual_seed(3)
     recipe = megatron_recipe(kind)
     sharded = optimizer != "adam"
