@@ -243,10 +243,10 @@ def name_states(state: ForeignState, names: Names, trained: Sequence[str]) -> No
         files = [of_model[name] for name in group]
         state.groups.append(ForeignGroup(tuple(files), options))
         for file, number in zip(files, numbers, strict=True):
-            found = {kind: ForeignTensor.of(stored) for kind, stored in optimizer.states[number].items()}
-            if WEIGHT in found:
-                state.weights[file] = found.pop(WEIGHT)
-            state.states[file] = found
+            tensors = {kind: ForeignTensor.of(stored) for kind, stored in optimizer.states[number].items()}
+            if WEIGHT in tensors:
+                state.weights[file] = tensors.pop(WEIGHT)
+            state.states[file] = tensors
             state.updates[file] = optimizer.updates[number]
 
 
