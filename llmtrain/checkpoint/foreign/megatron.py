@@ -105,9 +105,9 @@ def read_megatron(folder: Path, model: PreTrainedModel) -> ForeignState:
                 state.states.setdefault(name, {})[kind] = found
     saved = [read() for name, read in objects.items() if re.fullmatch(rf"{FLAT}.*\.optimizer(/.*)?", name)]
     _add_options(state, [common.get("optimizer"), *saved])
-    extra = any("._extra_state" in name for name in objects)
     state.unread += ["the state of its schedule"] if "opt_param_scheduler" in common else []
-    state.unread += ["the extra states of its layers"] if extra else []
+    others = {re.sub(r".*\._extra_state.*", "extra states of layers", name.split("/")[0]) for name in objects}
+    state.unread += sorted(name for name in others if not name.startswith(("rng_state", FLAT)))
     return state
 
 
