@@ -125,7 +125,8 @@ def convert_checkpoint(
 @app.command("import")
 def import_foreign(
     folder: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder of DeepSpeed, the Trainer, Accelerate, FSDP or torchtitan.")
+        Path,
+        typer.Argument(metavar="FOLDER", help="Folder of DeepSpeed, the Trainer, FSDP, Megatron or others."),
     ],
     recipe: RecipeArgument,
     assignments: SetOption = [],  # noqa: B006  (typer copies it)
@@ -151,8 +152,8 @@ def import_foreign(
     """Begin a run with another program's training state.
 
     Takes weights, optimizer states and step from DeepSpeed's folders (ZeRO 0 to 3, pipelines, universal checkpoints),
-    checkpoint-N of the Trainer, save_state of Accelerate, and torch.distributed.checkpoint. Runs nothing that a pickle
-    names. `llmtrain train RECIPE` continues.
+    checkpoint-N of the Trainer, save_state of Accelerate, torch.distributed.checkpoint, and Megatron-Core's torch_dist.
+    Runs nothing that a pickle names. `llmtrain train RECIPE` continues.
     """
     interrupt_on_sigterm()
     from llmtrain.plan.load import load_recipe

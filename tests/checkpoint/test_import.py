@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed import checkpoint as dcp
+from torch.nn.functional import pad
 
 from llmtrain.checkpoint.check import verify_checkpoint
 from llmtrain.checkpoint.contents import read_state
@@ -32,8 +34,19 @@ from llmtrain.run_dir import RunDir
 from tests.helpers import foreign_runs
 from tests.helpers.batches import MIXTRAL
 from tests.helpers.commands import llmtrain, metrics
-from tests.helpers.foreign_runs import NEXT, SAVED, adamw_of, batch_of, foreign_recipe, loss_of, model_of, rows
+from tests.helpers.foreign_runs import (
+    NEXT,
+    SAVED,
+    adamw_of,
+    batch_of,
+    foreign_recipe,
+    groups_of,
+    loss_of,
+    model_of,
+    rows,
+)
 from tests.helpers.harness import run_ranks
+from tests.helpers.megatron_runs import KINDS
 from tests.helpers.traces import engine_of, plan_of
 
 CLOSE = 1e-6
@@ -56,8 +69,8 @@ RUNS: dict[str, tuple[str, tuple[Any, ...], dict[str, Any]]] = {
     "pipeline-tied": ("pipeline_run", (2, 2, 1, True), {}),
     "fsdp2": ("fsdp2_run", (2, "nested"), {}),
     "fsdp2-flat": ("fsdp2_run", (2, "flat"), {}),
-    "fsdp2-folders": ("fsdp2_run", (2, "folders"), {}),
     "accelerate": ("accelerate_run", (2,), {}),
+    "accelerate-fsdp2": ("accelerate_run", (2, True), {}),
 }
 """Runs of two ranks: function of `foreign_runs`, its arguments, and fields of the recipe here."""
 
@@ -140,6 +153,23 @@ def test_runs_of_the_trainer_continue(tmp_path):
     _compare(theirs, folders, tmp_path, {})
 
 
+@pytest.mark.slow
+def test_weights_of_bf16_without_zero_are_the_fp32_ones(tmp_path):
+    run_ranks(2, foreign_runs.deepspeed_run, tmp_path, 0, 2, "bf16")
+    reader = CheckpointReader(_imported(tmp_path, tmp_path).checkpoint)
+    saved = torch.load(tmp_path / f"global_step{SAVED}" / "mp_rank_00_model_states.pt")["optimizer"]
+    groups = groups_of(model := model_of(foreign_recipe()), 0.1)
+    names = {weight: name for name, weight in model.named_parameters()}
+    number = 0
+    for group, masters in zip(groups, saved["fp32_groups"], strict=True):
+        for weight, master in zip(group["params"], masters, strict=True):
+            assert master.dtype == torch.float32
+            assert torch.equal(reader.whole(names[weight]), master.flatten())
+            states = saved["optimizer_state_dict"]["state"][number]
+            assert torch.equal(reader.whole(names[weight], "exp_avg_sq"), states["exp_avg_sq"].flatten())
+            number += 1
+
+
 @pytest.mark.breadth
 @pytest.mark.skipif("OLD_DEEPSPEED" not in os.environ, reason="OLD_DEEPSPEED names no folder of versions")
 @pytest.mark.parametrize("stage", range(4))
@@ -157,6 +187,114 @@ def test_checkpoints_of_old_versions_of_deepspeed_continue(stage, tmp_path):
         subprocess.run([*torchrun, *arguments], env=env, check=True, capture_output=True, timeout=400)
         theirs[version.name] = json.loads((folder / "losses.json").read_text())
     _compare(theirs, folders, tmp_path, {})
+
+
+MEGATRON = {
+    "reshardable": ("llama", 2, 1, "fully_reshardable", "stacked"),
+    "flat": ("llama", 2, 1, "fully_sharded_model_space", "stacked"),
+    "single": ("qwen3", 1, 2, "adam", "single"),
+    "experts": ("mixtral", 1, 1, "adam", "stacked"),  # which two ranks divide
+    "gpt2": ("gpt2", 2, 1, "adam", "stacked"),
+}
+"""Runs of `megatron_runs`: kind of model, ranks of a tensor, stages, form of the optimizer's states and of layers."""
+
+
+@pytest.mark.breadth
+@pytest.mark.skipif("MEGATRON" not in os.environ, reason="MEGATRON names no folder of versions")
+@pytest.mark.parametrize("case", MEGATRON)
+def test_runs_of_megatron_continue(case, tmp_path):
+    """`pip install --no-deps --target $MEGATRON/0.16.1 megatron-core==0.16.1` and others, such as 0.13.1."""
+    theirs, folders = {}, {}
+    kind, *options = MEGATRON[case]
+    for version in sorted(Path(os.environ["MEGATRON"]).iterdir()):
+        is_old = tuple(map(int, version.name.split("."))) < (0, 14)
+        if (case == "flat") != is_old and case in ("flat", "single", "reshardable"):
+            continue  # forms that this version does not save
+        folder = folders[version.name] = tmp_path / version.name
+        folder.mkdir()
+        env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{version}"}
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        arguments = ["-m", "tests.helpers.megatron_runs", folder, kind, *options]
+        subprocess.run([*torchrun, *map(str, arguments)], env=env, check=True, capture_output=True, timeout=400)
+        theirs[version.name] = json.loads((folder / "losses.json").read_text())
+    assert folders
+    _compare(theirs, folders, tmp_path, dict.fromkeys(folders, KINDS[kind]))
+
+
+def _as_megatron(values: dict[str, torch.Tensor], padding: int = 0) -> dict[str, torch.Tensor]:
+    """Returns weights of two layers of Llama, or states of them, as Megatron-Core names, joins and stacks them."""
+
+    def layer(number: int) -> dict[str, torch.Tensor]:
+        own = {name.split(".", 3)[3]: value for name, value in values.items() if f".layers.{number}." in name}
+        heads = [own[f"self_attn.{name}_proj.weight"].split(16) for name in "qkv"]
+        groups = [one for group in range(2) for one in (*heads[0][2 * group :][:2], heads[1][group], heads[2][group])]
+        return {
+            "self_attention.linear_qkv.layer_norm_weight": own["input_layernorm.weight"],
+            "self_attention.linear_qkv.weight": torch.cat(groups),
+            "self_attention.linear_proj.weight": own["self_attn.o_proj.weight"],
+            "mlp.linear_fc1.layer_norm_weight": own["post_attention_layernorm.weight"],
+            "mlp.linear_fc1.weight": torch.cat([own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"]]),
+            "mlp.linear_fc2.weight": own["mlp.down_proj.weight"],
+        }
+
+    layers = [layer(0), layer(1)]
+    return {
+        **{f"decoder.layers.{name}": torch.stack([one[name] for one in layers]) for name in layers[0]},
+        "embedding.word_embeddings.weight": pad(values["model.embed_tokens.weight"], (0, 0, 0, padding)),
+        "decoder.final_layernorm.weight": values["model.norm.weight"],
+        "output_layer.weight": pad(values["lm_head.weight"], (0, 0, 0, padding)),
+    }
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor in the form of Megatron-Core 0.13, for two ranks of a tensor that divide its last dimension."""
+    columns = value.shape[-1] // 2
+    return torch.stack([part.flatten() for part in value.split(columns, -1)]).view(*[1] * (value.ndim - 1), 2, -1)
+
+
+def test_layers_of_megatron_are_divided(tmp_path):
+    names = [name for name, _ in model_of(foreign_recipe(**UNTIED)).named_parameters()]
+    model = model_of(foreign_recipe(**UNTIED))
+    values = {name: weight.detach() for name, weight in model.named_parameters()}
+    first, second = ({name: torch.rand_like(value) for name, value in values.items()} for _ in range(2))
+    saved = _as_megatron(values, padding=8)
+    saved |= {f"optimizer.state.exp_avg.{name}": value for name, value in _as_megatron(first, padding=8).items()}
+    saved |= {
+        f"optimizer.state.exp_avg_sq.{name}": torch.stack([_flat(one) for one in value])
+        if "layers" in name
+        else _flat(value)
+        for name, value in _as_megatron(second, padding=8).items()
+    }
+    folder = tmp_path / "iter_0000003"
+    dcp.save(saved, checkpoint_id=str(folder), no_dist=True)
+    groups = [{"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "wd_mult": 1.0, "step": 3}]
+    arguments = {"num_attention_heads": 4, "group_query_attention": True, "num_query_groups": 2, "rotary_base": 5000}
+
+    def told(**changed: Any) -> None:
+        common = {"iteration": 3, "optimizer": {"optimizer": {"param_groups": groups}}, "opt_param_scheduler": {}}
+        torch.save({**common, "args": Namespace(**arguments, **changed)}, folder / "common.pt")
+
+    told()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
+    done = _imported(tmp_path, tmp_path, UNTIED)
+    text = "\n".join(done.lines())
+    assert "vocabulary: 264 rows in the folder, 256 here" in text
+    assert "rotary_base: 5000 in the folder, 10000.0 here" in text
+    assert "weight_decay: 0.1 in the folder, 0.0 here, for 5 weights" in text
+    assert done.step == 3
+    reader = CheckpointReader(done.checkpoint)
+    for name in names:
+        for kind, expected in (("weight", values), ("exp_avg", first), ("exp_avg_sq", second)):
+            assert torch.equal(reader.whole(name, kind).view_as(expected[name]), expected[name]), (name, kind)
+    shutil.rmtree(tmp_path / "run")
+    arguments["num_query_groups"] = 4
+    told()
+    with pytest.raises(CheckpointError, match="groups 4, not 2"):
+        _imported(tmp_path, tmp_path, UNTIED)
+    arguments["num_query_groups"] = 2
+    told(rotary_interleaved=True)
+    with pytest.raises(CheckpointError, match="neighbouring pairs"):
+        _imported(tmp_path, tmp_path, UNTIED)
 
 
 def _assert_same_state(first: Path, second: Path) -> None:

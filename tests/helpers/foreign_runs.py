@@ -300,8 +300,7 @@ def fsdp2_run(rank: int, folder: Path, ranks: int, kind: str) -> list[float]:
     """Trains a loop with FSDP2, which saves with torch.distributed.checkpoint; returns the losses after the save.
 
     kind: `nested` saves {"model", "optimizer"}; `flat` saves the model's weights beside the rest, as torchtitan does;
-    `folders` saves both apart, as Accelerate and the Trainer do (accelerate/utils/fsdp_utils.py); `loaded` loads the
-    folder instead of beginning and saving.
+    `loaded` loads the folder instead of beginning and saving.
     """
     from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -327,14 +326,10 @@ def fsdp2_run(rank: int, folder: Path, ranks: int, kind: str) -> list[float]:
     for step in range(SAVED if kind == "loaded" else 0, SAVED + NEXT):
         if step == SAVED and kind != "loaded":
             weights, states = get_state_dict(model, optimizer)
-            if kind == "folders":
-                checkpoint.save({"model": weights}, checkpoint_id=str(folder / "pytorch_model_fsdp_0"))
-                checkpoint.save({"optimizer": states}, checkpoint_id=str(folder / "optimizer_0"))
             saved = {"model": weights} if kind == "nested" else dict(weights)
             saved |= {"optimizer": states, "lr_scheduler": scheduler.state_dict()}
             saved["train_state"] = {"step": torch.tensor(step)}
-            if kind != "folders":
-                checkpoint.save(saved, checkpoint_id=str(folder))
+            checkpoint.save(saved, checkpoint_id=str(folder))
         seen = []
         mine = parts(step, rank, ranks)
         for part in mine:
@@ -349,13 +344,28 @@ def fsdp2_run(rank: int, folder: Path, ranks: int, kind: str) -> list[float]:
     return losses[-NEXT:]
 
 
-def accelerate_run(rank: int, folder: Path, ranks: int) -> list[float]:
-    """Trains a loop of Accelerate, which saves with `save_state`; returns the losses after the save."""
-    from accelerate import Accelerator
+def accelerate_run(rank: int, folder: Path, ranks: int, fsdp: bool = False) -> list[float]:
+    """Trains a loop of Accelerate, which saves with `save_state`; returns the losses after the save.
+
+    fsdp: splits the model with FSDP2, as the Trainer does on GPUs, and saves both in folders of their own.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState
+
+    from llmtrain.overrides.accelerate import allow_sharding_on_cpus
 
     recipe = foreign_recipe()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        state_dict_type="SHARDED_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a run before
+    if fsdp:
+        allow_sharding_on_cpus(torch.device("cpu"))
+    accelerator = Accelerator(fsdp_plugin=plugin) if fsdp else Accelerator(cpu=True)
     plain = model_of(recipe)
     model, optimizer = accelerator.prepare(plain, adamw_of(plain, recipe))
     scheduler = schedule_of(optimizer.optimizer, recipe)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from llmtrain.checkpoint.foreign.distributed import is_distributed, read_distributed
+from llmtrain.checkpoint.foreign.megatron import is_megatron, latest_iteration, read_megatron
 from llmtrain.checkpoint.foreign.pickles import fail
 from llmtrain.checkpoint.foreign.plain import TRAINER_STATE, is_plain, read_plain, steps_of_trainer, unread_files
 from llmtrain.checkpoint.foreign.state import ForeignState, align_states
@@ -13,25 +16,28 @@ from llmtrain.checkpoint.manifest import manifest_files
 from llmtrain.errors import reason
 from llmtrain.system.untrusted import UNREADABLE, file_fault
 
-READ = "a folder of DeepSpeed, checkpoint-N of the Trainer, save_state of Accelerate, or torch.distributed.checkpoint"
+READ = (
+    "a folder of DeepSpeed, checkpoint-N of the Trainer, save_state of Accelerate, torch.distributed.checkpoint, or "
+    "torch_dist of Megatron"
+)
 FSDP_MODEL, FSDP_OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of Accelerate with FSDP."""
 
 
-def read_foreign(folder: Path) -> ForeignState:
-    """Reads the state in a folder of another program; of its tensors, only what describes them.
+def read_foreign(folder: Path, model: PreTrainedModel) -> ForeignState:
+    """Reads the state in a folder of another program for a model; of its tensors, only what describes them.
 
     Raises CheckpointError for a folder that is of no known kind or not complete, and for pickles that would run code.
     """
     try:
-        state = _read(folder)
+        state = _read(folder, model)
         align_states(state)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # whatever its files may hold
         fail(folder, f"is not laid out as its program does ({type(error).__name__}: {reason(error)})")
     return state
 
 
-def _read(folder: Path) -> ForeignState:
+def _read(folder: Path, model: PreTrainedModel) -> ForeignState:
     try:
         names = {path.name for path in folder.iterdir()}
     except UNREADABLE as error:
@@ -39,10 +45,9 @@ def _read(folder: Path) -> ForeignState:
     if manifest_files(folder):
         fail(folder, "is a checkpoint of llmtrain", "continue from it with llmtrain train --resume")
     if is_distributed(folder):
-        if any(name.startswith("common.pt") for name in names):
-            message = "is a distributed checkpoint of Megatron, whose layers have other names and shapes"
-            fail(folder, message, "export it with Megatron-Bridge, and train from its weights with model.pretrained")
-        return read_distributed(folder)
+        return read_megatron(folder, model) if is_megatron(folder) else read_distributed(folder)
+    if latest := latest_iteration(folder):
+        return read_megatron(latest, model)
     if is_deepspeed(folder):
         return read_deepspeed(folder)
     if FSDP_MODEL in names and is_distributed(folder / FSDP_MODEL):
@@ -54,8 +59,8 @@ def _read(folder: Path) -> ForeignState:
         return _of_trainer(folder, read_deepspeed(latest))
     if is_plain(folder):
         return read_plain(folder)
-    if "latest_checkpointed_iteration.txt" in names or "metadata.json" in names:
-        message = "is a checkpoint of Megatron, whose layers have other names and shapes"
+    if "metadata.json" in names or any(name.startswith("mp_rank_") for name in names):
+        message = "is a checkpoint of Megatron in another format than torch_dist"
         fail(folder, message, "export it with Megatron-Bridge, and train from its weights with model.pretrained")
     fail(folder, "has no optimizer states of a known kind", f"name {READ}")
 

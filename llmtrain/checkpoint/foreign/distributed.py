@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,9 +51,11 @@ def read_distributed(folder: Path, others: Iterable[Path] = ()) -> ForeignState:
     Raises CheckpointError for what is not supported or not complete.
     """
     tensors: dict[str, ForeignTensor] = {}
-    objects: dict[str, _Item] = {}
+    objects: dict[str, Callable[[], Any]] = {}
     for one in (folder, *others):
-        _read_metadata(one, tensors, objects)
+        found, read = read_parts(one)
+        tensors |= {name: tensor.whole() for name, tensor in found.items()}
+        objects |= read
     state = ForeignState("torch.distributed.checkpoint")
     options: dict[str, dict[str, Any]] = {}
     for name, tensor in tensors.items():
@@ -70,18 +72,18 @@ def read_distributed(folder: Path, others: Iterable[Path] = ()) -> ForeignState:
             state.step = int(tensor.read().item())
         elif not name.startswith(("lr_scheduler", "dataloader", "optim")):
             state.weights[name] = tensor
-    for name, item in objects.items():
+    for name, read_object in objects.items():
         if match := STATE.fullmatch(name):
             weight, kind = match[1] or match[3], match[2] or match[4]
             if kind == STEP:
-                state.updates[weight] = plain_number(item.read())
+                state.updates[weight] = plain_number(read_object())
         elif GROUP.fullmatch(name):
-            value = item.read()
+            value = read_object()
             _add_option(
                 options, name, value.scalar() if isinstance(value, StoredTensor) and value.numel == 1 else value
             )
         elif name in STEPS:
-            state.step = int(plain_number(item.read()))
+            state.step = int(plain_number(read_object()))
         else:
             state.unread.append(name)
     state.unread += [name for name in tensors if name.startswith(("lr_scheduler", "dataloader"))]
@@ -109,8 +111,53 @@ def _add_groups(options: Mapping[str, Mapping[str, Any]], state: ForeignState) -
     state.groups += [ForeignGroup(tuple(names), values) for names, values in groups.values()]
 
 
-def _read_metadata(folder: Path, tensors: dict[str, ForeignTensor], objects: dict[str, _Item]) -> None:
+@dataclass(frozen=True)
+class DistributedTensor:
+    """A tensor of a folder, in parts that lie in its files."""
+
+    folder: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[tuple[tuple[int, ...], tuple[int, ...], _Item], ...]
+    """The offsets and sizes of each part, and its place in the files."""
+
+    def whole(self) -> ForeignTensor:
+        """Returns it as a tensor that is read on demand."""
+        return ForeignTensor(self.shape, self.dtype, self._read)
+
+    def layers(self) -> Iterator[tuple[int, ForeignTensor]]:
+        """Yields the tensors stacked along its first dimension, with their numbers; each reads its own parts."""
+        for number in range(self.shape[0]):
+            yield number, ForeignTensor(self.shape[1:], self.dtype, partial(self._read_layer, number))
+
+    def _read(self) -> Tensor:
+        pieces = ((offsets, self._piece(sizes, item)) for offsets, sizes, item in self.parts if 0 not in sizes)
+        return _assembled(self.shape, self.dtype, pieces)
+
+    def _read_layer(self, number: int) -> Tensor:
+        pieces = (
+            (offsets[1:], self._piece(sizes, item)[number - offsets[0]])
+            for offsets, sizes, item in self.parts
+            if offsets[0] <= number < offsets[0] + sizes[0] and 0 not in sizes
+        )
+        return _assembled(self.shape[1:], self.dtype, pieces)
+
+    def _piece(self, sizes: tuple[int, ...], item: _Item) -> Tensor:
+        stored = item.read()
+        if not isinstance(stored, StoredTensor) or stored.numel != math.prod(sizes):
+            fail(item.file, f"does not hold the part of '{self.name}' that {METADATA} names")
+        return stored.read().reshape(sizes)
+
+
+def read_parts(folder: Path) -> tuple[dict[str, DistributedTensor], dict[str, Callable[[], Any]]]:
+    """Returns the tensors of a folder, and functions that read its objects, by their names.
+
+    Raises CheckpointError for what is not supported or not complete.
+    """
     metadata = read_pickle(folder / METADATA)
+    tensors: dict[str, DistributedTensor] = {}
+    objects: dict[str, Callable[[], Any]] = {}
     try:
         described: Mapping[str, Record] = metadata.get("state_dict_metadata")
         chunks: dict[str, dict[tuple[int, ...], _Item]] = {}
@@ -121,7 +168,7 @@ def _read_metadata(folder: Path, tensors: dict[str, ForeignTensor], objects: dic
                 fail(folder, f"keeps '{name}' in {path!r}, outside the folder or in a form of its own")
             item = _Item(folder / path, info.get("offset"), info.get("length"))
             if offset is None:
-                objects[name] = item
+                objects[name] = item.read
             else:
                 chunks.setdefault(name, {})[tuple(offset)] = item
         for name, record in described.items():
@@ -129,11 +176,12 @@ def _read_metadata(folder: Path, tensors: dict[str, ForeignTensor], objects: dic
                 continue
             shape, dtype = tuple(record.get("size")), _dtype(record.get("properties"))
             parts = [(tuple(chunk.get("offsets")), tuple(chunk.get("sizes"))) for chunk in record.get("chunks")]
-            placed = [(offsets, sizes, chunks[name][offsets]) for offsets, sizes in parts]
+            placed = tuple((offsets, sizes, chunks[name][offsets]) for offsets, sizes in parts)
             _check_chunks(folder, name, shape, parts)
-            tensors[name] = ForeignTensor(shape, dtype, partial(_assembled, folder, name, shape, dtype, placed))
+            tensors[name] = DistributedTensor(folder, name, shape, dtype, placed)
     except (AttributeError, KeyError, TypeError, IndexError) as error:
         fail(folder / METADATA, f"does not describe its tensors as torch does ({type(error).__name__}: {error})")
+    return tensors, objects
 
 
 def _dtype(properties: Record) -> torch.dtype:
@@ -158,24 +206,12 @@ def _check_chunks(
         fail(folder, f"holds only a part of '{name}'", "complete the folder")
 
 
-def _assembled(
-    folder: Path,
-    name: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    placed: Sequence[tuple[tuple[int, ...], tuple[int, ...], _Item]],
-) -> Tensor:
+def _assembled(shape: tuple[int, ...], dtype: torch.dtype, pieces: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
     whole: Tensor | None = None
-    for offsets, sizes, item in placed:
-        if not math.prod(sizes) and shape:
-            continue
-        stored = item.read()
-        if not isinstance(stored, StoredTensor) or stored.numel != math.prod(sizes):
-            fail(item.file, f"does not hold the part of '{name}' that {METADATA} names")
-        part = stored.read().reshape(sizes)
-        if sizes == shape:
-            return part
+    for offsets, piece in pieces:
+        if tuple(piece.shape) == shape:
+            return piece
         if whole is None:
-            whole = torch.empty(shape, dtype=part.dtype)
-        WeightSlice(shape, (Chunk(offsets, sizes),)).put(part.flatten(), whole)
+            whole = torch.empty(shape, dtype=piece.dtype)
+        WeightSlice(shape, (Chunk(offsets, tuple(piece.shape)),)).put(piece.flatten(), whole)
     return torch.empty(shape, dtype=dtype) if whole is None else whole

@@ -88,16 +88,16 @@ def import_checkpoint(
     """
     recipe = plan.recipe
     _check_recipe(recipe)
-    state = read_foreign(folder)
     whole = freeze_unused(empty_model(model_configuration(recipe), torch.float32, recipe.model.trust_remote_code))
+    state = read_foreign(folder, whole)
     names = Names(state, whole, renames, str(folder))
     part = select_trained(recipe, whole.config)
     requires = [name for name, weight in whole.named_parameters() if weight.requires_grad]
     trained = [name for name in requires if part is None or name in part.weights]
-    name_states(state, names, trained)
+    _check_tied(state, names, folder)
+    name_states(state, names, trained)  # which may replace weights by their fp32 ones
     kinds = plan.optimizer_row.states(recipe.optim)
     _check_states(state, names, trained, kinds, folder)
-    _check_tied(state, names, folder)
     taken_steps = _steps(state, names, trained, step, folder)
     other = [name for name in names.groups if name not in trained and name not in unsaved_names(whole)]
     others = [] if recipe.model.omits_base_weights else other
@@ -209,6 +209,7 @@ def _describe(
     steps = recipe.train.max_steps
     if steps is not None and result.step >= steps:
         result.different.append(f"train.max_steps: the recipe ends at step {steps:,}, so nothing is left to train")
+    result.different += state.differences
     result.different += list(_other_options(state, names, recipe, trained, result.step))
     if samples:
         result.taken.append(f"position in the data: {samples:,} sequences of this recipe, as --samples says")

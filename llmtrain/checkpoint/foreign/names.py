@@ -21,6 +21,7 @@ from llmtrain.checkpoint.foreign.state import (
 )
 from llmtrain.errors import CheckpointError, Problem, abbreviate
 from llmtrain.models.hub_names import WeightImporter, aliases
+from llmtrain.system.piece_headers import WEIGHT
 
 UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)|(?:^|\.)ln_", re.IGNORECASE)
 """What the Trainer does not decay, by name."""
@@ -242,7 +243,10 @@ def name_states(state: ForeignState, names: Names, trained: Sequence[str]) -> No
         files = [of_model[name] for name in group]
         state.groups.append(ForeignGroup(tuple(files), options))
         for file, number in zip(files, numbers, strict=True):
-            state.states[file] = {kind: ForeignTensor.of(stored) for kind, stored in optimizer.states[number].items()}
+            tensors = {kind: ForeignTensor.of(stored) for kind, stored in optimizer.states[number].items()}
+            if WEIGHT in tensors:
+                state.weights[file] = tensors.pop(WEIGHT)
+            state.states[file] = tensors
             state.updates[file] = optimizer.updates[number]
 
 

@@ -51,6 +51,7 @@ RECORDS = frozenset(
         "argparse.Namespace",
         *(f"{module}.PosixPath" for module in ("pathlib", "pathlib._local")),
         "_codecs.encode",
+        "signal.Signals",
         "numpy.dtype",
         "torch.device",
         "torch.serialization._get_layout",
@@ -70,6 +71,11 @@ RECORDS = frozenset(
         *(f"torch.distributed._shard.{name}" for name in ("sharded_tensor.metadata.TensorProperties",)),
         *(f"torch.distributed._shard.sharded_tensor.metadata.{name}" for name in ("MEM_FORMAT_ENCODING",)),
         "torch.distributed.checkpoint.filesystem._StorageInfo",
+        *(f"torch.distributed.checkpoint.planner.{name}" for name in ("SavePlan", "WriteItem", "TensorWriteData")),
+        "torch.distributed.checkpoint.planner.WriteItemType",
+        *(f"megatron.core.enums.{name}" for name in ("ModelType", "Fp4Recipe", "Fp8Recipe")),
+        *(f"megatron.core.transformer.enums.{name}" for name in ("AttnBackend", "CudaGraphScope")),
+        *(f"megatron.core.dist_checkpointing.strategies.torch.{name}" for name in ("MCoreMetadata", "MCoreSavePlan")),
     }
 )
 """Full names of classes and functions whose arguments and attributes are kept as a `Record`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from llmtrain.checkpoint.foreign.pickles import StoredTensor
+from llmtrain.system.piece_headers import WEIGHT
 
 STEP = "step"
 """Torch's key for the number of updates that an optimizer has counted."""
@@ -50,6 +51,7 @@ class UnnamedOptimizer:
     groups: tuple[tuple[tuple[int, ...], Mapping[str, Any]], ...]
     """The numbers of each group's parameters, and its options."""
     states: Mapping[int, Mapping[str, StoredTensor]]
+    """The tensors of each parameter; among them its fp32 weight if the model's is of another precision."""
     updates: Mapping[int, float]
     file: str
     """Where it was read."""
@@ -74,6 +76,8 @@ class ForeignState:
     """The optimizer's state if the folder does not name its weights."""
     buffers: frozenset[str] = frozenset()
     """Names among `weights` of what is no parameter."""
+    differences: list[str] = field(default_factory=list)
+    """How its model differs from that of the recipe, for people."""
     unread: list[str] = field(default_factory=list)
     """What the folder has and an import leaves out."""
 
@@ -112,13 +116,21 @@ def unwrapped(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
-def unnamed_optimizer(optimizer: Mapping[str, Any], file: str) -> UnnamedOptimizer:
-    """Returns the state dictionary of a torch optimizer as it was read from a file."""
+def unnamed_optimizer(
+    optimizer: Mapping[str, Any], file: str, weights: Sequence[Sequence[StoredTensor]] = ()
+) -> UnnamedOptimizer:
+    """Returns the state dictionary of a torch optimizer as it was read from a file.
+
+    weights: those that the optimizer updates, by group, where they are not the model's own.
+    """
     groups = tuple((tuple(group["params"]), options_of(group)) for group in optimizer["param_groups"])
     states, updates = {}, {}
     for numbers, options in groups:
         for number in numbers:
             states[number], updates[number] = split_state(optimizer["state"].get(number, {}), options)
+    for (numbers, _), own in zip(groups, weights, strict=bool(weights)):
+        for number, weight in zip(numbers, own, strict=True):
+            states[number][WEIGHT] = weight
     return UnnamedOptimizer(groups, states, updates, file)
 
 

@@ -330,11 +330,13 @@ def _read_unsharded(folder: Path, documents: Mapping[str, Any], models: Mapping[
     for stage, optimizer in optimizers.items():
         if not isinstance(optimizer, dict):
             fail(folder, "has no optimizer states", "start from its weights with model.pretrained")
-        if "param_groups" not in optimizer:
-            message = "has optimizer states of DeepSpeed's fp16 or bf16 without ZeRO, which do not name their weights"
+        weights = optimizer.get("fp32_groups", ())
+        if "fp32_groups_flat" in optimizer:
+            message = "has states of DeepSpeed's fused optimizer without ZeRO, which do not say where a weight begins"
             fail(folder, message, "save it with ZeRO stage 1")
         state.program += ", ZeRO 0"
-        state.unnamed = unnamed_optimizer(optimizer, str(folder / models[stage]))
+        optimizer = optimizer["optimizer_state_dict"] if weights else optimizer
+        state.unnamed = unnamed_optimizer(optimizer, str(folder / models[stage]), weights)
 
 
 def latest_folder(folder: Path) -> Path | None:

@@ -138,7 +138,9 @@ class _Arguments:
         counts = (micro, accumulated)
         if all(isinstance(count, int) for count in counts):
             comment = f"{micro} × {accumulated} × {world}: per device × accumulation × devices"
-            self.to.set("batch.global_batch_size", micro * accumulated * world, comment, self.settings.place(shown))
+            # A wrong count is reported as it was given; that of a device already is, as the micro-batch.
+            total = accumulated if accumulated < 1 else max(micro, 1) * accumulated * world
+            self.to.set("batch.global_batch_size", total, comment, self.settings.place(shown))
         if "gradient_accumulation_steps" in self.settings:
             text = (
                 f"{micro} × {accumulated} × {world} devices; the accumulation follows from it on any number of devices"

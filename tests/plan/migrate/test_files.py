@@ -150,6 +150,11 @@ def test_a_wrong_value_is_named_with_its_line(tmp_path):
     said = refusal(written(tmp_path, "args.yaml", text))
     assert "args.yaml:2: learning_rate (the Trainer → optim.lr): 'fast' is invalid" in said
     assert "args.yaml:3: num_train_epochs" in said
+    said = refusal(written(tmp_path, "micro.yaml", text.replace("size: 2", "size: -2")))
+    assert "micro.yaml:1: per_device_train_batch_size (the Trainer → batch.micro_batch_size): -2 is invalid" in said
+    assert "batch.global_batch_size" not in said
+    said = refusal(written(tmp_path, "steps.yaml", f"{text}gradient_accumulation_steps: -3\n"))
+    assert "steps.yaml:4: gradient_accumulation_steps (the Trainer → batch.global_batch_size): -3 is invalid" in said
 
 
 def test_files_of_one_run_are_joined_in_any_order(tmp_path):

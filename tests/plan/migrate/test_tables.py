@@ -10,6 +10,7 @@ import pytest
 from llmtrain.plan.migrate import accelerate, deepspeed_settings, trainer_settings, trl_settings
 from llmtrain.plan.migrate.programs import translate
 from llmtrain.recipe import Recipe
+from llmtrain.recipe.aliases import FIELD_OF_ALIAS
 from llmtrain_lint.schema import Node, schema
 
 UNKNOWN = "is no setting"
@@ -18,6 +19,15 @@ BASE = {"per_device_train_batch_size": 2, "learning_rate": 1e-4}
 
 def keys(tables):
     return {row.key for table in tables.values() for row in table}
+
+
+def test_the_hints_for_misplaced_names_agree_with_the_tables():
+    """A recipe's hints are below the tables, so they are a list of their own."""
+    tables = [accelerate.TABLES, deepspeed_settings.TABLES, trainer_settings.TABLES, trainer_settings.OF_SCRIPTS]
+    rows = [row for programs in tables for table in programs.values() for row in table] + [*trl_settings.ROWS]
+    known = {row.key: row.field for row in rows if row.field and row.key in FIELD_OF_ALIAS}
+    assert len(known) > 40
+    assert {key: field for key, field in known.items() if field != FIELD_OF_ALIAS[key]} == {}
 
 
 def names(kind) -> set[str]:
