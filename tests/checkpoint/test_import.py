@@ -292,6 +292,9 @@ def test_layers_of_megatron_are_divided(tmp_path):
     with pytest.raises(CheckpointError, match="groups 4, not 2"):
         _imported(tmp_path, tmp_path, UNTIED)
     arguments["num_query_groups"] = 2
+    told()
+    with pytest.raises(CheckpointError, match="has 2 layers, and the recipe's model has 3"):
+        _imported(tmp_path, tmp_path, {**UNTIED, "model.config.num_hidden_layers": 3})
     told(rotary_interleaved=True)
     with pytest.raises(CheckpointError, match="neighbouring pairs"):
         _imported(tmp_path, tmp_path, UNTIED)

@@ -162,7 +162,7 @@ class _Parts:
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         self._folder = folder
-        self._heads = _heads_of(model)
+        self._heads, self._count = _heads_of(model), int(model.config.num_hidden_layers)
         rows = partial(_first_rows, model.get_input_embeddings().weight.shape[0])
         first, second = partial(_half, 0), partial(_half, 1)
         joined: list[Part] = [partial(self._attention, which) for which in range(3)]
@@ -223,6 +223,9 @@ class _Parts:
             match = LAYER.fullmatch(name)
             targets = self._layers.get(match[2] + (match[4] or "")) if match else None
             if match and targets:
+                if not match[1] and tensor.shape[0] != self._count:
+                    message = f"has {tensor.shape[0]:,} layers, and the recipe's model has {self._count:,}"
+                    fail(self._folder, message, "use the recipe of this model")
                 layers = [(int(match[1]), tensor.whole())] if match[1] else tensor.layers()
                 for number, layer in layers:
                     whole = _unflattened(layer, shape if match[1] else shape[1:])
