@@ -427,7 +427,7 @@ def _compared(recipe, run: Trace) -> tuple[Deviation, Deviation]:
     """How far a run differs from that of the plain loop, and how far it may."""
     alone = recipe.with_(**{"parallel": {}})
     expected, initial = _torched(plain_run(alone, STEPS, 2)), _torched(plain_run(alone, 0, 2)).weights
-    allowed = compare.tolerance([expected], initial, recipe.optim.name, "fp32")
+    allowed = compare.tolerance([expected], initial, recipe.optim.name)
     return compare.deviation(_torched(run), expected, initial), allowed
 
 

@@ -61,7 +61,7 @@ def assert_near(gpu: Run, run: Trace, recipe: Recipe, name: str) -> None:
         compare.Trace(one.losses, one.grad_norms, one.rates, one.evaluation, _tensors(one)) for one in (run, reference)
     )
     found = compare.deviation(ours, theirs, initial)
-    assert found.within(compare.tolerance([], initial, recipe.optim.name, "fp32")), (name, found)
+    assert found.within(compare.tolerance([], initial, recipe.optim.name)), (name, found)
 
 
 def _tensors(run: Trace) -> compare.Weights:

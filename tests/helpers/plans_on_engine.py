@@ -267,7 +267,7 @@ def _reference(recipe: Recipe, order: int = 0) -> Trace:
 def _allowed(recipe: Recipe) -> Deviation:
     precision = recipe.parallel.precision
     orders = range(REFERENCES if precision != "fp32" else 1)
-    return tolerance([_reference(recipe, order) for order in orders], _initial(recipe), recipe.optim.name, precision)
+    return tolerance([_reference(recipe, order) for order in orders], _initial(recipe), recipe.optim.name)
 
 
 def _noise(recipe: Recipe) -> set[str]:

@@ -28,6 +28,11 @@ has a gradient of nothing but rounding. If a weight's gradient is less than `FP3
 step, its movement is an error that the norm may have. So with SGD its distance counts relative to the movement of all
 weights, and with other optimizers, which make whole steps of it, it does not count.
 
+A recurrence may amplify roundings. The gated delta rule takes differences of sums of logarithms, so the gradients of
+its decays are off by some 1e-4, in its usual kernel as well. How much is measured: other references start with other
+last bits of their weights. If a weight's distance between two of them is more than 1 / `SAFETY` of the bound, it is
+compared after SGD only, in all layers, and with what was measured there.
+
 **Lower precisions** round at every operation, and a micro-batch of another size rounds differently. The effect is
 measured: several references process the samples of each step in other orders and in other micro-batches, and one
 rounds nothing between operations. Fused and compiled kernels round after some operations only, so their results lie
@@ -80,7 +85,7 @@ class Trace:
     metric: float | None = None
     """The cross-entropy of `METRICS` over the held-out sequences; None if it is not compared."""
     rounding: frozenset[str] = frozenset()
-    """Of a reference, the names of the weights whose gradients are nothing but rounding."""
+    """Of a reference, the names of the weights whose gradients are nothing but rounding, or amplify it."""
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, int]:
@@ -103,10 +108,10 @@ def deviation(ours: Trace, theirs: Trace, initial: Weights, optimizer: str = "")
     )
 
 
-def tolerance(traces: Sequence[Trace], initial: Weights, optimizer: str, precision: str) -> Deviation:
-    """Returns how far a plan may differ from the first reference; the others are only needed below fp32."""
+def tolerance(traces: Sequence[Trace], initial: Weights, optimizer: str) -> Deviation:
+    """Returns how far a plan may differ from the first reference, given all of them."""
     floor = {"loss": FP32, "grad_norm": FP32, "weights": OF_WEIGHTS.get(optimizer, ADAM_WEIGHTS)}
-    if precision != "fp32":
+    if len(traces) > 1:
         pairs = [deviation(a, b, initial) for a, b in combinations(traces, 2)]
         for name, least in floor.items():
             spread = worst(getattr(pair, name) for pair in pairs)
@@ -120,17 +125,41 @@ def _relative(ours: float, theirs: float) -> float:
     return abs(ours - theirs) / abs(theirs) if theirs else math.inf
 
 
+def amplifying(traces: Sequence[Trace], initial: Weights, optimizer: str) -> frozenset[str]:
+    """Returns the weights that amplify roundings: whose distance between two references is near the bound of weights.
+
+    If one does, so do those of the same name in other layers.
+    """
+    bound = OF_WEIGHTS.get(optimizer, ADAM_WEIGHTS)
+    near = {
+        _in_any_layer(name)
+        for a, b in combinations(traces, 2)
+        for name, distance in _distances(a, b, initial, optimizer).items()
+        if SAFETY * distance > bound
+    }
+    return frozenset(name for name in initial if _in_any_layer(name) in near)
+
+
+def _in_any_layer(name: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
 def _weight_deviation(ours: Trace, theirs: Trace, initial: Weights, optimizer: str) -> float | None:
-    """Returns the largest distance of a weight, relative to its movement, or None if the names differ.
+    """Returns the largest distance of a weight, relative to its movement, or None if the names differ."""
+    if ours.weights.keys() != theirs.weights.keys():
+        return None
+    return worst(_distances(ours, theirs, initial, optimizer).values())
+
+
+def _distances(ours: Trace, theirs: Trace, initial: Weights, optimizer: str) -> dict[str, float]:
+    """Returns the distance of each weight, relative to its movement.
 
     Each step stores each weight again, so over K steps two runs differ by a random walk of 2·K roundings. A weight that
     hardly moves, such as a norm's under SGD, differs by nothing else; therefore the movement has a minimum at which
     those roundings are `FP32` of it. A weight that stays 0 in the reference must stay 0.
     """
-    if ours.weights.keys() != theirs.weights.keys():
-        return None
     movements = {name: (weight - initial[name]).norm().item() for name, weight in theirs.weights.items()}
-    distances = []
+    distances = {}
     for name, reference in theirs.weights.items():
         stored = ROUNDING * math.sqrt(2 * len(theirs.losses)) * reference.norm().item()
         moved = movements[name] + stored / FP32
@@ -139,8 +168,8 @@ def _weight_deviation(ours: Trace, theirs: Trace, initial: Weights, optimizer: s
             if optimizer != "sgd":
                 continue
             moved = math.hypot(*movements.values())
-        distances.append(distance / moved if moved else math.inf if distance else 0.0)
-    return worst(distances)
+        distances[name] = distance / moved if moved else math.inf if distance else 0.0
+    return distances
 
 
 def clone(weights: Weights) -> Weights:

@@ -116,7 +116,7 @@ class Reference(Part):
     evaluation: float | None
     """Loss on held-out sequences; None if the recipe holds none out."""
     rounding: tuple[str, ...] = ()
-    """Names of the weights whose gradients are nothing but rounding."""
+    """Names of the weights whose gradients are nothing but rounding, or amplify it."""
 
 
 class Certificate(Part):

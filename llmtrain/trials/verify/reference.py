@@ -140,6 +140,17 @@ class ReferenceLoop:
         """Name of each weight that had a gradient → the largest ratio, in any step, of the gradient's norm to that of
         all gradients."""
 
+    def change_last_bits(self, seed: int) -> None:
+        """Adds or subtracts, at random, one unit in the last place of each trained weight, kept in fp32.
+
+        That changes the run by nothing but other roundings of all of its operations.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        for master in self.masters.values():
+            signs = 2 * torch.randint(2, master.shape, generator=generator).to(master) - 1
+            with torch.no_grad():
+                master.mul_(1 + 2**-23 * signs)
+
     def train_step(self, sequences: Sequences) -> ReferenceStep:
         """Updates the weights with a global batch."""
         self.model.train()

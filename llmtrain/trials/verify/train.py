@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from llmtrain.models.precision import weight_dtype
 from llmtrain.plan import Plan
 from llmtrain.plan.ds_config import render
 from llmtrain.plan.facts.classifier import HEAD
+from llmtrain.plan.facts.families import MIXING_PARTS
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.search.variants import has_mean_loss
 from llmtrain.recipe import Recipe
@@ -31,7 +33,7 @@ from llmtrain.system.durable import write_atomically
 from llmtrain.train.callbacks import Callbacks
 from llmtrain.trials.jobs import Say
 from llmtrain.trials.verify.batches import Batches
-from llmtrain.trials.verify.compare import FP32, Trace, Weights, clone, deviation, tolerance
+from llmtrain.trials.verify.compare import FP32, Trace, Weights, amplifying, clone, deviation, tolerance
 from llmtrain.trials.verify.job import (
     CURRENT_FILE,
     METRICS,
@@ -60,6 +62,8 @@ PLANS_OF_A_WORKER = 16
 each group has threads: without this limit, a worker had a thousand of them after a hundred plans."""
 ORDERS = 8
 """Number of references in other orders and micro-batches, to measure the spread of a low precision."""
+RUNS = 3
+"""Number of references with other last bits of the weights, to measure how recurrences amplify roundings in fp32."""
 
 
 def verify_rank(job: VerifyJob, folder: Path, device: torch.device, say: Say) -> None:
@@ -96,11 +100,16 @@ def make_references(recipe: Recipe, batches: Batches, folder: Path, device: torc
         traces = [_trace_reference(changed, batches, order, device) for order in orders]
         if recipe.parallel.precision != "fp32":
             traces.append(_trace_reference(changed, batches, 0, device, rounds=False))
+        elif _has_recurrences(recipe):
+            traces += [_trace_reference(changed, batches, 0, device, last_bits=seed) for seed in range(1, RUNS + 1)]
+            if changed.optim.name != "sgd":
+                amplified = amplifying(traces, initial, changed.optim.name)
+                traces = [replace(trace, rounding=trace.rounding | amplified) for trace in traces]
         first = traces[0]
         save_file(first.weights, folder / f"reference-{probe}.safetensors")
         reference = Reference(
             fields=fields,
-            tolerance=tolerance(traces, initial, changed.optim.name, recipe.parallel.precision),
+            tolerance=tolerance(traces, initial, changed.optim.name),
             loss=tuple(first.losses),
             grad_norm=tuple(first.grad_norms),
             lr=tuple(first.rates),
@@ -176,17 +185,32 @@ def _compare_probe(
     return worst
 
 
-def _trace_reference(recipe: Recipe, batches: Batches, order: int, device: torch.device, rounds: bool = True) -> Trace:
+def _has_recurrences(recipe: Recipe) -> bool:
+    """Whether a layer has a recurrence or a convolution, whose states or decays may amplify roundings."""
+    return model_facts(recipe.model, recipe.vocab_size, recipe.code_dir).text_type in MIXING_PARTS
+
+
+def _trace_reference(
+    recipe: Recipe,
+    batches: Batches,
+    order: int,
+    device: torch.device,
+    rounds: bool = True,
+    last_bits: int | None = None,
+) -> Trace:
     """Trains the reference; plans are compared with order 0.
 
     The other orders show the effect of rounding: they process samples in other orders, and the documents of a
-    micro-batch together. So does a reference that does not round between operations.
+    micro-batch together. So does a reference that does not round between operations, and one that starts with other
+    last bits of its weights. last_bits: the seed of these.
     """
     micro, total = recipe.batch.micro_batch_size, recipe.batch.global_batch_size
     # A router's loss is a mean within a micro-batch, so the size is part of the run.
     is_mean = has_mean_loss(model_facts(recipe.model, recipe.vocab_size, recipe.code_dir))
     sizes = (micro,) if is_mean else (micro, 1, total)
     loop = _reference(recipe, device, sizes[order % len(sizes)], together=order > 0, rounds=rounds)
+    if last_bits is not None:
+        loop.change_last_bits(last_bits)
     steps = [loop.train_step(sequences) for sequences in batches.whole(order or None)]
     held_out = batches.held_out()
     return Trace(

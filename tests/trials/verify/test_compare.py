@@ -16,6 +16,7 @@ from llmtrain.trials.verify.compare import (
     SAFETY,
     STEPS_TOGETHER,
     Trace,
+    amplifying,
     deviation,
     tolerance,
 )
@@ -122,9 +123,19 @@ def _distances(values: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     return values[above] - values[above - 1]
 
 
-def test_tolerances_follow_precision_and_optimizer():
+def test_tolerances_follow_the_references_and_the_optimizer():
     other = replace(RUN, losses=[2.02, 1.0])
-    assert tolerance([RUN], INITIAL, "sgd", "fp32").weights == FP32
-    assert tolerance([RUN], INITIAL, "adamw", "fp32").weights == ADAM_WEIGHTS
-    assert tolerance([RUN, other], INITIAL, "adamw", "fp32").loss == FP32
-    assert tolerance([RUN, other], INITIAL, "adamw", "bf16").loss == pytest.approx(SAFETY * 0.01, rel=0.02)
+    assert tolerance([RUN], INITIAL, "sgd").weights == FP32
+    assert tolerance([RUN], INITIAL, "adamw").weights == ADAM_WEIGHTS
+    assert tolerance([RUN, RUN], INITIAL, "adamw").loss == FP32
+    assert tolerance([RUN, other], INITIAL, "adamw").loss == pytest.approx(SAFETY * 0.01, rel=0.02)
+
+
+def test_weights_that_amplify_roundings_are_compared_after_sgd_only():
+    """In all layers, if one of them is as far from itself as half of the bound."""
+    names = ("layers.0.decay", "layers.1.decay", "layers.0.gate")
+    initial = {name: torch.zeros(4) for name in names}
+    first = replace(RUN, weights={name: torch.ones(4) for name in names})
+    far = replace(first, weights=first.weights | {"layers.1.decay": torch.ones(4) + ADAM_WEIGHTS})
+    assert amplifying([first, far], initial, "adamw") == set(names[:2])
+    assert amplifying([first, first], initial, "adamw") == set()
