@@ -241,7 +241,7 @@ def check_trained(recipe: Recipe) -> None:
 
 
 StageBuilder = Callable[..., Stage]
-"""Builds a stage, given its index and, if tensor parallel ranks share the stage, their `Communicator`, and shardings."""
+"""Builds a stage, given its index, the `Communicator` of the tensor parallel ranks that share it, and shardings."""
 
 
 def find_cut_and_split(
