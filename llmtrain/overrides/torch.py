@@ -30,7 +30,6 @@ from torch.optim.sgd import sgd
 from llmtrain.overrides import replaced
 from llmtrain.system.host import processor_name
 
-
 PIECE = 2**16
 """Number of elements that are summed in fp32 on a CPU. There, torch's norm of 50 million elements is off by 3e-3, as
 are `clip_grad_norm_` and `get_total_norm`; the norm computed in pieces is off by 2e-7, in an eighth of the time that
