@@ -19,6 +19,7 @@ from llmtrain.engines.plain import PlainLoop, plain_model
 from llmtrain.errors import Problem, RecipeError
 from llmtrain.models import Objective, OwnLoss, OwnMetrics
 from llmtrain.models.recompute.checkpoints import bind_to_copy
+from llmtrain.overrides.torch import keep_own_hooks
 from llmtrain.plan import Plan
 
 
@@ -82,9 +83,7 @@ class _OverDevices(nn.DataParallel["_Losses"]):
         copies: list[_Losses] = super().replicate(module, device_ids)
         for copy in copies:
             bind_to_copy(copy)
-            for part in copy.modules():
-                # transformers adds hooks in a model's first pass, here of every copy; a copy shares those of the model.
-                part._forward_hooks = part._forward_hooks.copy()
+            keep_own_hooks(copy)  # transformers adds hooks in the first pass of a model, and so of every copy
         return copies
 
 

@@ -30,7 +30,7 @@ from llmtrain.models.pretrained import Pretrained, read_pretrained
 from llmtrain.models.rotary import check_rotary
 from llmtrain.models.sharding import Sharding, made_whole
 from llmtrain.models.stages import Cut, Stage, allocate, build_stage
-from llmtrain.models.tensor.collectives import TensorGroup
+from llmtrain.models.tensor.collectives import Communicator
 from llmtrain.models.tensor.split import DeclaredSplit, TensorParallel
 from llmtrain.models.tiny.expert_check import check_experts
 from llmtrain.models.tiny.stages_check import check_cut
@@ -241,7 +241,7 @@ def check_trained(recipe: Recipe) -> None:
 
 
 StageBuilder = Callable[..., Stage]
-"""Builds a stage, given its index and, if tensor parallel ranks share the stage, their `TensorGroup`, and shardings."""
+"""Builds a stage, given its index, the `Communicator` of the tensor parallel ranks that share it, and shardings."""
 
 
 def find_cut_and_split(
@@ -289,7 +289,7 @@ def stage_builder(
     cut, split = find_cut_and_split(recipe, stages, tensor, sequence_parallel)
     trained = adapter.select_trained(recipe, config)
 
-    def build(index: int, group: TensorGroup | None = None, more: Sequence[Sharding] = ()) -> Stage:
+    def build(index: int, group: Communicator | None = None, more: Sequence[Sharding] = ()) -> Stage:
         shardings = [*([TensorParallel(split, group)] if group else []), *more]
         whole = partial(made_whole, shardings)
         packed = trained.packed if trained else ()

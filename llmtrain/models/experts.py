@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from llmtrain.models.nf4 import Nf4Stack
-from llmtrain.models.tensor.collectives import TensorGroup, exchange_rows, gather_rows, own_rows, scatter_rows
+from llmtrain.models.tensor.collectives import Communicator, exchange_rows, gather_rows, own_rows, scatter_rows
 from llmtrain.overrides.transformers import EXPERTS_FUNCTION, grouped_linear, use_experts_function
 from llmtrain.plan.facts.built_model import has_fused_experts
 
@@ -183,9 +183,9 @@ def apply_experts(module: Any, inputs: Tensor, routes: Routes) -> Tensor:
 class ExpertGroups(NamedTuple):
     """The groups of a rank that holds some of the experts of each layer."""
 
-    experts: TensorGroup
+    experts: Communicator
     """The ranks that together hold all experts."""
-    tensor: TensorGroup
+    tensor: Communicator
     """The tensor parallel ranks, which hold the same tokens; this rank only if there are no others."""
 
 
@@ -207,7 +207,7 @@ def forward(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weigh
     return gather_rows(combined, len(hidden_states), groups.tensor)
 
 
-def _apply_distributed(module: Any, inputs: Tensor, routes: Routes, group: TensorGroup) -> Tensor:
+def _apply_distributed(module: Any, inputs: Tensor, routes: Routes, group: Communicator) -> Tensor:
     """Sends the sorted choices to the ranks of their experts; returns what the experts made of them, in this order."""
     chosen = routes.ends.diff(prepend=routes.ends.new_zeros(1))
     local = module.num_experts // group.size

@@ -325,6 +325,12 @@ OVERRIDES = (
         "tests/engines/test_own_time.py",
     ),
     Override(
+        ("torch.nn.modules.module:._forward_hooks",),
+        "The copies of `nn.DataParallel` share the hooks with which `transformers` collects router logits, so that the "
+        "router loss depends on the order of threads.",
+        "tests/cuda_on_host/test_training.py",
+    ),
+    Override(
         ("torch:_foreach_norm",),
         "The norm of gradients needs a call for each tensor, or is off by up to 3e-3 on CPUs.",
         "tests/engines/test_norm.py",

@@ -36,6 +36,12 @@ are `clip_grad_norm_` and `get_total_norm`; the norm computed in pieces is off b
 fp64 takes."""
 
 
+def keep_own_hooks(copied: nn.Module) -> None:
+    """Gives each module of a copy, which has the dictionary of hooks of the original, one of its own."""
+    for module in copied.modules():
+        module._forward_hooks = module._forward_hooks.copy()
+
+
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     """Returns the sum of the squares of all elements of all `gradients`, an fp64 scalar on `device`; 0 without any."""
     pieces = [piece for gradient in gradients for piece in _pieces(gradient.detach())]

@@ -12,12 +12,12 @@ from llmtrain.errors import FamilyError
 from llmtrain.models import build_model
 from llmtrain.models.build import stage_builder
 from llmtrain.models.tensor import collectives, sequence_parallel, split
-from llmtrain.models.tensor.collectives import Shard, TorchTensorGroup, shard_of
+from llmtrain.models.tensor.collectives import Shard, TorchCommunicator, shard_of
 from llmtrain.models.tensor.split import TensorParallel, plan_split
 from llmtrain.models.tiny import tensor_check
 from llmtrain.models.tiny.configuration import shrink_configuration
 from llmtrain.models.tiny.model import build_tiny_model, packed_input
-from llmtrain.models.tiny.tensor_check import ThreadTensorGroup, check_tensor_split, compare_tensor_split, whole_part
+from llmtrain.models.tiny.tensor_check import ThreadCommunicator, check_tensor_split, compare_tensor_split, whole_part
 from llmtrain.plan.facts.families import MEGATRON_SP_FAMILIES, SLICED_FAMILIES
 from tests.helpers.batches import tiny_recipe
 from tests.helpers.harness import run_ranks
@@ -46,9 +46,9 @@ def tiny(family: str, **fields):
 
 @pytest.mark.parametrize("family", SUMS)
 def test_two_ranks_have_the_logits_and_gradients_of_the_whole_model(family, monkeypatch):
-    own, sums = ThreadTensorGroup.all_reduce, []
+    own, sums = ThreadCommunicator.all_reduce, []
     monkeypatch.setattr(
-        ThreadTensorGroup, "all_reduce", lambda group, value: sums.append(value.shape) or own(group, value)
+        ThreadCommunicator, "all_reduce", lambda group, value: sums.append(value.shape) or own(group, value)
     )
     compare_tensor_split(config := tiny(family))
     activations = [shape for shape in sums if shape[-1] == config.get_text_config().hidden_size and len(shape) > 1]
@@ -60,7 +60,7 @@ def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(
     width, length = tiny(family).hidden_size, packed_input(tiny(family))[0].size(1)
     seen = []
 
-    class Counted(ThreadTensorGroup):
+    class Counted(ThreadCommunicator):
         def all_reduce(self, value):
             seen.append("all_reduce" if value.dim() == 3 and value.shape[-1] == width else "other")
             return torch.stack(super().all_gather(value)).sum(0)
@@ -73,7 +73,7 @@ def test_slices_of_the_residual_are_gathered_and_scattered_in_place_of_the_sums(
             seen.append("all_gather" if value.shape[1:] == (length // 2, width) else "other")
             return super().all_gather(value)
 
-    monkeypatch.setattr(tensor_check, "ThreadTensorGroup", Counted)
+    monkeypatch.setattr(tensor_check, "ThreadCommunicator", Counted)
     compare_tensor_split(tiny(family), sequence_parallel=True)
     # Of four layers four of each; the embedding's sum and its gradient, and what enters the head and its gradient.
     own = {kind: seen.count(kind) // 2 for kind in seen}
@@ -263,7 +263,7 @@ def _accumulated(family: str):
     """How far gradients of two passes, joined from the ranks, are from the whole model's; the share of it held."""
     config = tiny(family)
     whole, inputs = build_tiny_model(config, "eager"), packed_input(config)
-    group = TorchTensorGroup(torch.distributed.group.WORLD)
+    group = TorchCommunicator(torch.distributed.group.WORLD)
     own = TensorParallel(plan_split(whole, 2), group)
     sliced = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     sliced.load_state_dict(whole.state_dict())
@@ -292,7 +292,7 @@ def _stages(pretrained: str | None):
     fields = {"model.architecture": None, "model.config": {}, "model.pretrained": pretrained} if pretrained else {}
     recipe = tiny_recipe(**fields)
     whole = build_model(recipe, torch.float32, CPU)
-    group = TorchTensorGroup(torch.distributed.group.WORLD)
+    group = TorchCommunicator(torch.distributed.group.WORLD)
     build = stage_builder(recipe, 2, torch.float32, CPU, tensor=2)
     found = {}
     for index in range(2):

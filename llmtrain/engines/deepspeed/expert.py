@@ -23,7 +23,7 @@ from llmtrain.models import build, model_configuration
 from llmtrain.models.expert_parallel import ExpertParallel, expert_modules, expert_parameters, is_expert
 from llmtrain.models.experts import ExpertGroups
 from llmtrain.models.hub_names import empty_model
-from llmtrain.models.tensor.collectives import ROW_SHARD, TorchTensorGroup
+from llmtrain.models.tensor.collectives import ROW_SHARD, TorchCommunicator
 from llmtrain.overrides.deepspeed import partition_over, register_expert_groups
 
 
@@ -50,7 +50,7 @@ class ExpertAxis(EngineAxis):
 
     def sharding(self) -> ExpertParallel:
         """Returns this rank's experts."""
-        groups = ExpertGroups(TorchTensorGroup(self._group), TorchTensorGroup(self._tensor))
+        groups = ExpertGroups(TorchCommunicator(self._group), TorchCommunicator(self._tensor))
         return ExpertParallel(self._parameters, groups)
 
     def place(self, module: nn.Module) -> None:
@@ -92,7 +92,7 @@ class ExpertAxis(EngineAxis):
 
     def full_tensor(self, parameter: Tensor, shard: Tensor) -> Tensor:
         """Gathers the experts of all ranks; returns other weights unchanged."""
-        return ROW_SHARD.whole(TorchTensorGroup(self._group).all_gather(shard)) if is_expert(parameter) else shard
+        return ROW_SHARD.whole(TorchCommunicator(self._group).all_gather(shard)) if is_expert(parameter) else shard
 
 
 @cache

@@ -43,7 +43,7 @@ from llmtrain.models.nf4 import named_weights
 from llmtrain.models.precision import autocast, weight_dtype
 from llmtrain.models.sharding import Sharding
 from llmtrain.models.stages import Stage
-from llmtrain.models.tensor.collectives import TorchTensorGroup
+from llmtrain.models.tensor.collectives import TorchCommunicator
 from llmtrain.overrides.deepspeed import PipelineTiedByName, accumulating, reduce_pipeline, step_pipeline
 from llmtrain.plan import Plan
 from llmtrain.plan.schedules import PipelineSchedule
@@ -79,7 +79,7 @@ class StagePipeline(PipelineTiedByName):
 
         def make(rank: int) -> RankStages:
             # The groups exist by now, because DeepSpeed makes them before it builds layers.
-            slices = TorchTensorGroup(self.mpu().get_slice_parallel_group())
+            slices = TorchCommunicator(self.mpu().get_slice_parallel_group())
             return RankStages([build(stage, slices, shardings) for stage in schedule.stages_of(rank)])
 
         def names_of_ranks() -> list[list[str]]:

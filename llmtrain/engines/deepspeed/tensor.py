@@ -18,7 +18,7 @@ from llmtrain.engines.state.save_load import shape_of
 from llmtrain.engines.state.shards import WeightSlice
 from llmtrain.models import model_configuration
 from llmtrain.models.build import find_split
-from llmtrain.models.tensor.collectives import Shard, TorchTensorGroup, shard_of
+from llmtrain.models.tensor.collectives import Shard, TorchCommunicator, shard_of
 from llmtrain.models.tensor.split import TensorParallel
 
 
@@ -51,7 +51,7 @@ class SlicedAxis(EngineAxis):
     def full_tensor(self, parameter: Tensor, shard: Tensor) -> Tensor:
         """Gathers the slices of a weight."""
         split = shard_of(parameter)
-        return shard if split is None else split.whole(TorchTensorGroup(self.tensor_parallel_group).all_gather(shard))
+        return shard if split is None else split.whole(TorchCommunicator(self.tensor_parallel_group).all_gather(shard))
 
 
 def slice_of_rank(split: Shard, local: torch.Size, rank: int, ranks: int) -> WeightSlice:
@@ -74,7 +74,7 @@ class TensorAxis(SlicedAxis):
 
     def sharding(self) -> TensorParallel:
         """Returns this rank's slices."""
-        return TensorParallel(self._split, TorchTensorGroup(self.tensor_parallel_group))
+        return TensorParallel(self._split, TorchCommunicator(self.tensor_parallel_group))
 
     @property
     def mpu(self) -> PipelineParallelGrid:

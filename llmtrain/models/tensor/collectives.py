@@ -18,11 +18,13 @@ from torch import distributed as dist
 Forward = Callable[..., Any]
 
 
-class TensorGroup(Protocol):
+class Communicator(Protocol):
     """The collectives of a group of tensor or expert parallel ranks, as one of its ranks calls them."""
 
     rank: int
+    """Index of this rank in the group."""
     size: int
+    """Number of ranks in the group."""
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Returns the sum over all ranks as a new tensor."""
@@ -37,8 +39,8 @@ class TensorGroup(Protocol):
         """Sends the first `sent[0]` rows to rank 0, and so on; returns the `received` rows in the order of ranks."""
 
 
-class TorchTensorGroup:
-    """A `TensorGroup` of processes, with a torch process group."""
+class TorchCommunicator:
+    """A `Communicator` of processes, with a torch process group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -139,60 +141,60 @@ def _identity(value: Tensor) -> Tensor:
     return value.view_as(value)
 
 
-def _all_gather(shard: Shard, group: TensorGroup) -> Forward:
+def _all_gather(shard: Shard, group: Communicator) -> Forward:
     return lambda value: shard.whole(group.all_gather(value))
 
 
-def _own_shard(shard: Shard, group: TensorGroup) -> Forward:
+def _own_shard(shard: Shard, group: Communicator) -> Forward:
     return lambda value: shard.part(value, group.rank, group.size)
 
 
-def _reduce_scatter(group: TensorGroup) -> Forward:
+def _reduce_scatter(group: Communicator) -> Forward:
     return lambda value: group.reduce_scatter(value.chunk(group.size, SEQUENCE_SHARD.dim))
 
 
-def copy_to_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+def copy_to_tensor_parallel(value: Tensor, group: Communicator) -> Tensor:
     """Passes a whole activation to split modules. Backward: all-reduces the partial gradients."""
     return _apply(value, _identity, group.all_reduce)
 
 
-def reduce_from_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+def reduce_from_tensor_parallel(value: Tensor, group: Communicator) -> Tensor:
     """All-reduces a partial activation. Backward: passes the whole gradient on."""
     return _apply(value, group.all_reduce, _identity)
 
 
-def gather_from_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+def gather_from_tensor_parallel(value: Tensor, group: Communicator) -> Tensor:
     """All-gathers an activation along `hidden`. Backward: keeps this rank's shard of the whole gradient."""
     return _apply(value, _all_gather(HIDDEN_SHARD, group), _own_shard(HIDDEN_SHARD, group))
 
 
-def scatter_to_tensor_parallel(value: Tensor, group: TensorGroup, shard: Shard = HIDDEN_SHARD) -> Tensor:
+def scatter_to_tensor_parallel(value: Tensor, group: Communicator, shard: Shard = HIDDEN_SHARD) -> Tensor:
     """Keeps this rank's shard of a whole activation, by default along `hidden`. Backward: all-gathers the gradient."""
     return _apply(value, _own_shard(shard, group), _all_gather(shard, group))
 
 
-def gather_from_sequence_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+def gather_from_sequence_parallel(value: Tensor, group: Communicator) -> Tensor:
     """All-gathers an activation along `sequence`. Backward: keeps this rank's shard of the whole gradient."""
     return _apply(value, _all_gather(SEQUENCE_SHARD, group), _own_shard(SEQUENCE_SHARD, group))
 
 
-def gather_to_tensor_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+def gather_to_tensor_parallel(value: Tensor, group: Communicator) -> Tensor:
     """All-gathers an activation along `sequence` for split modules. Backward: reduce-scatters the partial gradients."""
     return _apply(value, _all_gather(SEQUENCE_SHARD, group), _reduce_scatter(group))
 
 
-def scatter_to_sequence_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+def scatter_to_sequence_parallel(value: Tensor, group: Communicator) -> Tensor:
     """Keeps this rank's shard, along `sequence`, of a whole activation. Backward: all-gathers the gradient."""
     return _apply(value, _own_shard(SEQUENCE_SHARD, group), _all_gather(SEQUENCE_SHARD, group))
 
 
-def reduce_scatter_to_sequence_parallel(value: Tensor, group: TensorGroup) -> Tensor:
+def reduce_scatter_to_sequence_parallel(value: Tensor, group: Communicator) -> Tensor:
     """Reduce-scatters a partial activation along `sequence`. Backward: all-gathers the gradient."""
     return _apply(value, _reduce_scatter(group), _all_gather(SEQUENCE_SHARD, group))
 
 
-def exchange_rows(value: Tensor, sent: Sequence[int], received: Sequence[int], group: TensorGroup) -> Tensor:
-    """Sends rows to ranks, and returns those received (`TensorGroup.all_to_all`). Backward: sends gradients back."""
+def exchange_rows(value: Tensor, sent: Sequence[int], received: Sequence[int], group: Communicator) -> Tensor:
+    """Sends rows to ranks, and returns those received (`Communicator.all_to_all`). Backward: sends gradients back."""
     return _apply(
         value,
         lambda rows: group.all_to_all(rows, sent, received),
@@ -200,7 +202,7 @@ def exchange_rows(value: Tensor, sent: Sequence[int], received: Sequence[int], g
     )
 
 
-def own_rows(value: Tensor, group: TensorGroup) -> Tensor:
+def own_rows(value: Tensor, group: Communicator) -> Tensor:
     """Returns this rank's part of the rows, after zeros have been appended until they are divisible."""
     lacking = -len(value) % group.size
     if lacking:
@@ -208,7 +210,7 @@ def own_rows(value: Tensor, group: TensorGroup) -> Tensor:
     return ROW_SHARD.part(value, group.rank, group.size)
 
 
-def scatter_rows(value: Tensor, group: TensorGroup) -> Tensor:
+def scatter_rows(value: Tensor, group: Communicator) -> Tensor:
     """Returns `own_rows` of a whole activation. Backward: all-gathers the gradient."""
     if group.size == 1:
         return value
@@ -216,7 +218,7 @@ def scatter_rows(value: Tensor, group: TensorGroup) -> Tensor:
     return _apply(value, lambda whole: own_rows(whole, group), lambda part: _all_rows(part, rows, group))
 
 
-def gather_rows(part: Tensor, rows: int, group: TensorGroup) -> Tensor:
+def gather_rows(part: Tensor, rows: int, group: Communicator) -> Tensor:
     """Returns the whole activation of which each rank has its `own_rows`. Backward: keeps those of the gradient.
 
     rows: of the whole activation.
@@ -226,16 +228,16 @@ def gather_rows(part: Tensor, rows: int, group: TensorGroup) -> Tensor:
     return _apply(part, lambda own: _all_rows(own, rows, group), lambda gradient: own_rows(gradient, group))
 
 
-def _all_rows(part: Tensor, rows: int, group: TensorGroup) -> Tensor:
+def _all_rows(part: Tensor, rows: int, group: Communicator) -> Tensor:
     return ROW_SHARD.whole(group.all_gather(part))[:rows]
 
 
-def divide_gradient(value: Tensor, group: TensorGroup) -> Tensor:
+def divide_gradient(value: Tensor, group: Communicator) -> Tensor:
     """Returns the value. Backward: divides the gradient, which is equal on all ranks, by their number."""
     return _apply(value, _identity, lambda gradient: gradient / group.size)
 
 
-def all_reduce_gradient(parameter: Tensor, group: TensorGroup) -> None:
+def all_reduce_gradient(parameter: Tensor, group: Communicator) -> None:
     """Registers a hook that all-reduces the gradient of a whole parameter, of which each rank computes a part.
 
     A tensor hook runs on the gradient of one backward pass, before that gradient is accumulated.
@@ -258,7 +260,7 @@ class TensorParallelBlock:
     `sequence_parallel.py` have other collectives.
     """
 
-    def __init__(self, group: TensorGroup, is_single_module: bool = False) -> None:
+    def __init__(self, group: Communicator, is_single_module: bool = False) -> None:
         """is_single_module: whether the block is a single module, such as the head or a matrix of an adapter."""
         self.group = group
         self._is_single_module = is_single_module

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from llmtrain.models.tensor.collectives import (
-    TensorGroup,
+    Communicator,
     TensorParallelBlock,
     all_reduce_gradient,
     divide_gradient,
@@ -79,7 +79,7 @@ class DeferredReductionBlock(SequenceParallelBlock):
 class SequenceParallel:
     """Shards the residual stream of a model on a tensor parallel rank."""
 
-    def __init__(self, group: TensorGroup, styles: Mapping[str, str]) -> None:
+    def __init__(self, group: Communicator, styles: Mapping[str, str]) -> None:
         """styles: those of all split modules, by name."""
         self._group = group
         self._styles = styles
@@ -168,6 +168,6 @@ def _wrap_input(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     layer.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 
 
-def _gather_output(output: Any, gather: Callable[[Tensor, TensorGroup], Tensor], group: TensorGroup) -> Any:
+def _gather_output(output: Any, gather: Callable[[Tensor, Communicator], Tensor], group: Communicator) -> Any:
     output.last_hidden_state = gather(output.last_hidden_state, group)
     return output

@@ -33,9 +33,9 @@ from llmtrain.errors import FamilyError
 from llmtrain.models.adapter import ADAPTER, adapters
 from llmtrain.models.experts import is_transposed, updates
 from llmtrain.models.tensor.collectives import (
+    Communicator,
     Forward,
     Shard,
-    TensorGroup,
     TensorParallelBlock,
     all_reduce_gradient,
     gather_from_tensor_parallel,
@@ -83,7 +83,7 @@ class DeclaredSplit:
 class TensorParallel:
     """One tensor parallel rank: shards parameters, gathers shards, and registers the collectives of split modules."""
 
-    def __init__(self, split: DeclaredSplit, group: TensorGroup) -> None:
+    def __init__(self, split: DeclaredSplit, group: Communicator) -> None:
         self.split = split
         self.group = group
         self._sequence_parallel = SequenceParallel(group, split.styles) if split.sequence_parallel else None

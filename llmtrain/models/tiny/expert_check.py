@@ -15,7 +15,7 @@ from llmtrain.models.tiny.compare import SUM_TOLERANCE, Outcome, deviation
 from llmtrain.models.tiny.model import MODEL_ERRORS, build_tiny_model
 from llmtrain.models.tiny.tensor_check import (
     RANKS,
-    ThreadTensorGroup,
+    ThreadCommunicator,
     outcome_of,
     run_in_threads,
     whole_part,
@@ -68,9 +68,9 @@ def compare_experts(config: PreTrainedConfig, with_tensor: bool = False, attenti
     unsplit = whole_part(config, attention) if with_tensor else ""
     split = split_beside_experts(whole, RANKS if with_tensor else 1, unsplit)
 
-    def distributed(group: ThreadTensorGroup) -> PreTrainedModel:
+    def distributed(group: ThreadCommunicator) -> PreTrainedModel:
         model = copy.deepcopy(whole)
-        alone = ThreadTensorGroup.alone()
+        alone = ThreadCommunicator.alone()
         experts = ExpertParallel(names, ExpertGroups(group, group if with_tensor else alone))
         tensor = TensorParallel(split, group)
         for name, parameter in model.named_parameters():

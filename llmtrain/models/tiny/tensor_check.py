@@ -31,8 +31,8 @@ VOCABULARY = 100
 _TIMEOUT_S = 60.0
 
 
-class ThreadTensorGroup:
-    """A `TensorGroup` of threads of this process."""
+class ThreadCommunicator:
+    """A `Communicator` of threads of this process."""
 
     def __init__(self, rank: int, places: list[Tensor | None], barrier: threading.Barrier) -> None:
         self.rank = rank
@@ -165,7 +165,7 @@ def compare_tensor_split(
 
 
 def _run_split(whole: PreTrainedModel, split: DeclaredSplit) -> list[Outcome]:
-    def shard(group: ThreadTensorGroup) -> PreTrainedModel:
+    def shard(group: ThreadCommunicator) -> PreTrainedModel:
         model = copy.deepcopy(whole)
         tensor_parallel = TensorParallel(split, group)
         for name, parameter in model.named_parameters():
@@ -176,11 +176,11 @@ def _run_split(whole: PreTrainedModel, split: DeclaredSplit) -> list[Outcome]:
     return run_in_threads(shard)
 
 
-def run_in_threads(build: Callable[[ThreadTensorGroup], PreTrainedModel]) -> list[Outcome]:
+def run_in_threads(build: Callable[[ThreadCommunicator], PreTrainedModel]) -> list[Outcome]:
     """Returns what each rank of a group computes; each is a thread, and builds its part of a model first."""
     places: list[Tensor | None] = [None] * RANKS
     barrier = threading.Barrier(RANKS, timeout=_TIMEOUT_S)
-    models = [build(ThreadTensorGroup(rank, places, barrier)) for rank in range(RANKS)]
+    models = [build(ThreadCommunicator(rank, places, barrier)) for rank in range(RANKS)]
 
     def run(model: PreTrainedModel) -> Outcome:
         try:

@@ -13,7 +13,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from llmtrain.errors import FamilyError
 from llmtrain.models.experts import ExpertGroups, forward
 from llmtrain.models.tiny.expert_check import check_experts
-from llmtrain.models.tiny.tensor_check import ThreadTensorGroup
+from llmtrain.models.tiny.tensor_check import ThreadCommunicator
 from llmtrain.plan.draft import Draft
 from llmtrain.plan.facts.model_facts import model_facts
 from llmtrain.plan.rules import assemble, broken
@@ -46,7 +46,7 @@ def test_a_family_whose_experts_are_computed_elsewhere_is_refused():
 @pytest.mark.parametrize("fault", ["received", "sent", "tensor"])
 def test_a_fault_in_the_exchange_is_found(monkeypatch, fault):
     """Rows that come back in another order; to the wrong rank; and a part of the tokens that no rank sends."""
-    exchange = ThreadTensorGroup.all_to_all
+    exchange = ThreadCommunicator.all_to_all
 
     def wrong(self, rows, sent, received):
         arrived = exchange(self, rows, sent, received)
@@ -54,7 +54,7 @@ def test_a_fault_in_the_exchange_is_found(monkeypatch, fault):
             return arrived
         return arrived.flip(0) if fault == "received" else arrived * (1 + 0.01 * self.rank)
 
-    monkeypatch.setattr(ThreadTensorGroup, "all_to_all", wrong)
+    monkeypatch.setattr(ThreadCommunicator, "all_to_all", wrong)
     if fault == "tensor":
         monkeypatch.setattr("llmtrain.models.experts.gather_rows", lambda part, rows, group: part.repeat(group.size, 1))
     with pytest.raises(FamilyError, match="deviate"):
@@ -71,7 +71,7 @@ def test_a_rank_whose_experts_no_token_chooses_has_gradients_of_zero():
         for parameter in module.parameters():
             nn.init.normal_(parameter, std=0.02)
             parameter.data = parameter.data.chunk(2)[rank].clone()
-        module.expert_groups = ExpertGroups(ThreadTensorGroup(rank, places, barrier), ThreadTensorGroup.alone())
+        module.expert_groups = ExpertGroups(ThreadCommunicator(rank, places, barrier), ThreadCommunicator.alone())
         hidden = torch.randn(6, 32, requires_grad=True)
         chosen = torch.tensor([[0, 1]] * 6)  # the first rank has both
         forward(module, hidden, chosen, torch.full((6, 2), 0.5)).sum().backward()
