@@ -293,9 +293,9 @@ def image_processor(model: ModelConfig, model_type: str, declared: dict[str, Any
     special = encoder.special_tokens()
     missing = [text for text in family.within if text not in special]
     if missing or config.image_token_id not in special.values():
-        needed = ", ".join(missing) or config.image_token_id
-        message = f"has no special token {needed}, which stands for images in {model.pretrained}"
-        raise DataError(Problem("data.images", FIELD, message, f"--set data.tokenizer={model.pretrained}"))
+        lacking = ", ".join(missing) or f"number {config.image_token_id}"
+        message = f"lacks the special token {lacking}, which stands for images in {model.pretrained}"
+        raise DataError(Problem("data.images", "data.tokenizer", message, f"--set data.tokenizer={model.pretrained}"))
     tower = config.vision_config
     tile = int((tower.image_size // tower.patch_size * tower.pixel_shuffle_ratio) ** 2) if family.within else 0
     return ImageProcessor(

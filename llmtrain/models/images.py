@@ -38,7 +38,10 @@ def runnable_llama4(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _with_image_outputs(_: Any, inputs: Any, output: Any) -> None:
-    """Adds a field that the forward of the whole reads of the output of its causal LM, which does not have it."""
+    """Adds a field that the forward of the whole reads of the output of its causal LM, which does not have it.
+
+    See docs/upstream/llama4_image_outputs.md.
+    """
     if not hasattr(output, "image_outputs"):
         output.image_outputs = None
 

@@ -45,6 +45,10 @@ def is_distributed(folder: Path) -> bool:
     return (folder / METADATA).is_file()
 
 
+NO_WEIGHTS = ("lr_scheduler", "dataloader", "optim")
+"""Beginnings of the names of tensors that are no weights."""
+
+
 def read_distributed(folder: Path, others: Iterable[Path] = ()) -> ForeignState:
     """Reads a folder, and others that belong to it, such as that of the optimizer alone.
 
@@ -70,7 +74,9 @@ def read_distributed(folder: Path, others: Iterable[Path] = ()) -> ForeignState:
                 _add_option(options, name, tensor.read().item())
         elif name in STEPS and math.prod(tensor.shape) == 1:
             state.step = int(tensor.read().item())
-        elif not name.startswith(("lr_scheduler", "dataloader", "optim")):
+        elif name.startswith(NO_WEIGHTS):
+            state.unread.append(name)
+        else:
             state.weights[name] = tensor
     for name, read_object in objects.items():
         if match := STATE.fullmatch(name):
@@ -86,7 +92,6 @@ def read_distributed(folder: Path, others: Iterable[Path] = ()) -> ForeignState:
             state.step = int(plain_number(read_object()))
         else:
             state.unread.append(name)
-    state.unread += [name for name in tensors if name.startswith(("lr_scheduler", "dataloader"))]
     state.unread = sorted({name.split(".")[0] for name in state.unread})
     _add_groups(options, state)
     return state

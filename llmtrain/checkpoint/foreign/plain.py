@@ -63,13 +63,11 @@ def _add_named(optimizer: dict[str, Any], state: ForeignState) -> None:
 
 
 def steps_of_trainer(folder: Path) -> int | None:
-    """Returns the number of steps in the Trainer's state; None if there is none."""
-    if not (folder / TRAINER_STATE).is_file():
-        return None
+    """Returns the number of steps in the Trainer's state; None if there is none, or if it cannot be read."""
     try:
         return int(read_json(folder / TRAINER_STATE, dict[str, Any])["global_step"])
-    except (*UNREADABLE, KeyError, TypeError) as error:
-        fail(folder / TRAINER_STATE, f"cannot be read: {file_fault(error)}", "name the step with --step")
+    except (*UNREADABLE, KeyError, TypeError, ValueError):
+        return None
 
 
 def unread_files(folder: Path) -> list[str]:
@@ -83,6 +81,8 @@ def unread_files(folder: Path) -> list[str]:
         "training_args": "the Trainer's arguments",
     }
     names = [path.name for path in folder.iterdir()]
+    if TRAINER_STATE in names and steps_of_trainer(folder) is None:
+        kinds[TRAINER_STATE] = f"the step in {TRAINER_STATE}, which cannot be read"
     return list(dict.fromkeys(what for kind, what in kinds.items() if any(name.startswith(kind) for name in names)))
 
 

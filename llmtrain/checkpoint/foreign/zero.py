@@ -30,6 +30,7 @@ from llmtrain.checkpoint.foreign.state import (
 )
 from llmtrain.errors import abbreviate
 from llmtrain.system.piece_headers import WEIGHT
+from llmtrain.system.untrusted import UNREADABLE, file_fault, read_text
 
 MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)(?:_\d+)?_optim_states\.pt")
@@ -340,15 +341,13 @@ def _read_unsharded(folder: Path, documents: Mapping[str, Any], models: Mapping[
 
 
 def latest_folder(folder: Path) -> Path | None:
-    """Returns the folder that DeepSpeed's `latest` file names, if there is one."""
-    from llmtrain.system.untrusted import UNREADABLE, read_text
-
+    """Returns the folder that DeepSpeed's `latest` file names, if there is one. Raises CheckpointError."""
     for name in ("latest_universal", "latest"):
         if (folder / name).is_file():
             try:
                 tag = read_text(folder / name, 4096).strip()
-            except UNREADABLE:
-                continue
+            except UNREADABLE as error:
+                fail(folder / name, f"cannot be read: {file_fault(error)}", "name the folder that it names")
             if tag and "/" not in tag and tag not in (".", "..") and (folder / tag).is_dir():
                 return folder / tag
             fail(folder / name, f"names {abbreviate([tag])}, which is no folder here", "name the folder itself")

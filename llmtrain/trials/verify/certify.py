@@ -78,9 +78,8 @@ def _run(job: VerifyJob, world_size: int, run_dir: RunDir, fork_server: ForkServ
             name = _in_progress(run_dir.path)
             if name is None:
                 raise
-            problem, seconds = error.problems[0], round(time.monotonic() - started, 2)
-            reason = f"{problem.field}: {problem.message}" + (f" [{problem.rule}]" if problem.rule else "")
-            verdict = Verdict(name=name, layout=job.plans[name].layout(), failure=reason, seconds=seconds)
+            seconds = round(time.monotonic() - started, 2)
+            verdict = Verdict(name=name, layout=job.plans[name].layout(), failure=str(error), seconds=seconds)
             add_verdict(run_dir.path, verdict)
             _say(f"FAILED: {verdict.failure}\n")
         else:

@@ -35,7 +35,9 @@ def certificate_lines(certificate: Certificate) -> list[str]:
     lines.append(f"{total - others} of {total} plans certified: {text}")
     if rounding := sorted({name for run in certificate.reference.values() for name in run.rounding}):
         names = ", ".join(rounding[:3]) + (f" and {len(rounding) - 3} more" if len(rounding) > 3 else "")
-        lines.append(f"only compared under SGD, because their gradients are nothing but rounding, or amplify it: {names}")
+        lines.append(
+            f"only compared under SGD, because their gradients are nothing but rounding, or amplify it: {names}"
+        )
     if changing := certificate.recipe.gradient_callbacks:
         names = ", ".join(callback.object for callback in changing)
         lines.append(f"the reference also calls {names}: the proof covers these plans with that change of gradients")
