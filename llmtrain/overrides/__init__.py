@@ -328,7 +328,7 @@ OVERRIDES = (
         ("torch.nn.modules.module:._forward_hooks",),
         "The copies of `nn.DataParallel` share the hooks with which `transformers` collects router logits, so that the "
         "router loss depends on the order of threads.",
-        "tests/cuda_on_host/test_training.py",
+        "tests/engines/test_data_parallel.py",
     ),
     Override(
         ("torch:_foreach_norm",),

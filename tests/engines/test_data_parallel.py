@@ -10,6 +10,7 @@ from torch import nn
 from llmtrain.engines.data_parallel import DataParallel, rows_by_device
 from llmtrain.engines.plain import PlainLoop
 from llmtrain.engines.state.writer import DiskWriter
+from llmtrain.overrides.torch import keep_own_hooks
 from llmtrain.plan.rules import resolve
 from llmtrain.recipe import Recipe
 from llmtrain.recipe.cluster import Cluster
@@ -106,3 +107,13 @@ def test_several_gpus_match_the_plain_loop(fields):
     engine = _engine(2, gpu, micro_batch=2, **fields)
     assert len(engine.devices) == 2
     _same(trace(engine, range(STEPS), *engine.shape), _reference(tiny_recipe(**fields), 2, gpu))
+
+
+def test_a_copy_has_hooks_of_its_own():
+    """`transformers` adds some in each copy's forward pass, at the same time as in other copies."""
+    model = nn.Sequential(nn.Linear(1, 1))
+    copies = [model._replicate_for_data_parallel() for _ in range(2)]
+    for copied in copies:
+        keep_own_hooks(copied)
+        copied.register_forward_hook(print)
+    assert [len(one._forward_hooks) for one in (model, *copies)] == [0, 1, 1]

@@ -147,8 +147,8 @@ REMOVALS = (
     ),
     Removal(
         "find_packed_sequence_indices",
-        "lambda positions: None",
-        "masking_utils.find_packed_sequence_indices",
+        "return None if _active.changes else _own_find(position_ids)",
+        "return _own_find(position_ids)",
         f"{ENGINES}test_documents.py",
         TRANSFORMERS,
     ),
@@ -232,6 +232,12 @@ REMOVALS = (
         "if wanted and _replaced:",
         "tests/engines/runtime/test_cpu.py",
         "overrides/onednn.py",
+    ),
+    Removal(
+        "_forward_hooks",
+        *_removed("module._forward_hooks = module._forward_hooks.copy()"),
+        f"{ENGINES}test_data_parallel.py",
+        TORCH,
     ),
     Removal(
         "functional:scaled_dot_product_attention",

@@ -137,7 +137,8 @@ def test_what_needs_logits_of_tokens_is_refused(fields, field, message):
     if isinstance(fields.get("objective"), str):
         fields = {"objective.name": fields["objective"], "objective.options": {}, "objective.count": None}
     if fields.get("model.architecture") in ("xglm", "bert"):
-        fields = {**fields, "model.config": {"vocab_size": 256}}
+        decodes = {"is_decoder": True} if fields["model.architecture"] == "bert" else {}
+        fields = {**fields, "model.config": {"vocab_size": 256, **decodes}}
     with pytest.raises(RecipeError) as error:
         resolve(tiny_recipe(**CLASSIFIER, **fields), Cluster())
     assert any(problem.field == field and message in problem.message for problem in error.value.problems), error.value

@@ -22,9 +22,10 @@ from llmtrain.models.states import Layout, States
 class Neighbors:
     """The ranks with the slices before and after that of this rank, in a group that shares sequences."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, rank: int) -> None:
+        """rank: this rank's number in the group."""
         self.group = group
-        self._rank: int = dist.get_rank(group)
+        self._rank = rank
         self._layouts: WeakKeyDictionary[nn.Module, dict[int, Layout]] = WeakKeyDictionary()
         """For each part, the states that it exchanges with the rank before (-1) and after (1)."""
         self._sent: list[tuple[object, Any, Tensor]] = []

@@ -77,7 +77,7 @@ class Ulysses:
         self._group_name = register_all_to_all_group(group)
         self._heads_name = register_all_to_all_group(heads) if heads else self._group_name
         self._exchanges = exchanges(model, SequenceRanks(self.rank, self.size, self._all_to_all, self._whole))
-        self._neighbors = Neighbors(group)
+        self._neighbors = Neighbors(group, self.rank)
         self._indexed: list[Any] = []
         """Attention modules whose keys are chosen by an indexer: their own, or that of an earlier layer."""
         outside = outside_of_parts(model)
