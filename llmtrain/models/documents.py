@@ -214,13 +214,13 @@ def document_masks(batch: MicroBatch) -> Iterator[None]:
         documents = batch.documents
         indices = _document_indices(documents, batch.position_ids)
         if indices is None:
-            with mask_arguments(lambda mask: mask):
+            with mask_arguments(lambda mask: mask):  # within it, transformers does not search positions for documents
                 yield
             return
 
         def find(position_ids: Tensor) -> Tensor | None:
             if len(position_ids) == len(indices):
-                return None
+                return None  # `_keep_apart_in_mask` has them
             # Some of the rows, as on a device of `nn.DataParallel`: their documents follow from their positions.
             return _document_indices(documents, position_ids)
 

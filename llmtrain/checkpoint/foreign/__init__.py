@@ -1,4 +1,4 @@
-"""Training states of other programs, read as data: DeepSpeed, the Trainer, Accelerate, Megatron, torch's own.
+"""Training states of other programs, read as data and written: DeepSpeed, the Trainer, Accelerate, Megatron, torch.
 
 `pickles` reads the files without running what they name, `state` is what each reader returns, and `detect` chooses the
 reader of a folder.

@@ -33,7 +33,8 @@ def read_foreign(folder: Path, model: PreTrainedModel) -> ForeignState:
         state = _read(folder, model)
         align_states(state)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # whatever its files may hold
-        fail(folder, f"is not laid out as its program does ({type(error).__name__}: {reason(error)})")
+        message = f"has an unknown layout ({type(error).__name__}: {reason(error)})"
+        fail(folder, message, "start from its weights with model.pretrained")
     return state
 
 

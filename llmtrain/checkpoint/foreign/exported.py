@@ -33,7 +33,7 @@ from llmtrain.system.piece_headers import WEIGHT
 
 Form = Literal["deepspeed-universal", "dcp"]
 MOST_GROUPS = 64
-"""Parameter groups for which a universal checkpoint has options: DeepSpeed loads no more groups than that."""
+"""Number of groups in `param_groups` of a universal checkpoint: an engine with more groups cannot load it."""
 UNIVERSAL_VERSION = 0.2
 
 
@@ -158,7 +158,7 @@ def _write_universal(state: _State, folder: Path) -> None:
 
 
 class _StreamingPlanner(DefaultSavePlanner):
-    """Reads each tensor when it is written; the state dictionary has tensors without memory in their place."""
+    """Writes a state dictionary of tensors on the meta device, each of which is read when it is written."""
 
     def __init__(self, read: dict[int, Callable[[], Tensor]]) -> None:
         """read: by the id of the tensor in its place."""

@@ -258,7 +258,7 @@ class _Unpickler(pickle.Unpickler):
             return _Rebuild(self._file, name)
         if full in ("torch.Tensor", "torch.nn.parameter.Parameter"):
             return _Sealed()  # names the type of a tensor, which nothing asks for
-        if full not in RECORDS:
+        if full not in RECORDS:  # goes on, so that the error names all of them
             self.refused.append(printable(truncate(full)))
         return self._made.setdefault(full, type("Record", (Record,), {"name": full}))
 

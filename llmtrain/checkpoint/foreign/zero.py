@@ -50,9 +50,11 @@ def read_deepspeed(folder: Path) -> ForeignState:
     """Reads a folder with model states. Raises CheckpointError for what is not supported or not complete."""
     names = sorted(path.name for path in folder.iterdir())
     if any(EXPERT.match(name) for name in names):
-        fail(folder, "has experts of DeepSpeed-MoE, whose layers no family of transformers has", "import its weights")
+        message = "has experts of DeepSpeed-MoE, whose layers no family of transformers has"
+        fail(folder, message, "convert its weights to a model of transformers, and set model.pretrained")
     if "offloaded_tensors" in names:
         fail(folder, "has optimizer states on NVMe, in the layout of its ranks", MERGE)
+    # Of each model parallel rank, the file of its first data parallel rank.
     models = {match[2]: name for name in reversed(names) if (match := MODEL.fullmatch(name))}
     documents = {stage: read_torch(folder / name) for stage, name in sorted(models.items())}
     first = next(iter(documents.values()))
@@ -94,6 +96,7 @@ def _read_modules(folder: Path, names: Sequence[str], documents: Mapping[str, An
     for document in documents.values():
         module = document.get("module")
         for key, value in module.items() if isinstance(module, dict) else ():
+            # At stage 3, what a rank has of a weight is an empty placeholder.
             if isinstance(value, StoredTensor) and (value.numel or not document.get("param_shapes")):
                 state.weights[key] = ForeignTensor.of(value)
         buffers |= set(document.get("buffer_names") or ())
@@ -101,7 +104,6 @@ def _read_modules(folder: Path, names: Sequence[str], documents: Mapping[str, An
         for key, shape in (document.get("frozen_param_shapes") or {}).items():
             if key in fragments and fragments[key].numel == math.prod(shape):
                 state.weights[key] = ForeignTensor.of(fragments[key])
-        # At stage 3, what a rank has of a weight is a placeholder.
     state.buffers = frozenset(buffers)
 
 
