@@ -473,15 +473,17 @@ def _built_facts(model_type: str, configure: Callable[[], Any]) -> ModelFacts:
 
     try:
         config = configure()
+        _check_causal(model_type, config)  # first, since transformers warns of such a model when it is built
         with torch.device("meta"):
             built = AutoModelForCausalLM.from_config(config)
         if config.model_type == "dbrx" and config.attn_config.clip_qkv is None:
             # Its first forward pass would call `torch.clamp` without a bound.
             raise ValueError("attn_config.clip_qkv has to be a number, such as 8.0: its forward pass fails on None")
+    except RecipeError:
+        raise
     except Exception as error:  # a foreign model's constructor may raise anything; the configuration is at fault
         message = f"transformers cannot build '{model_type}': {type(error).__name__}: {reason(error)}"
         raise RecipeError(Problem("model.config", "model.config", message)) from None
-    _check_causal(model_type, config)
     return facts_of(built, model_type).model_copy(update={"without_gradient": without_gradient(config)})
 
 
