@@ -87,7 +87,7 @@ def _check(found: list[dict], layouts: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "names", [tuple(LAYOUTS)[:2], pytest.param(tuple(LAYOUTS)[2:], marks=pytest.mark.slow)], ids=["stages", "others"]
+    "names", [tuple(LAYOUTS)[:2], pytest.param(tuple(LAYOUTS)[2:], marks=pytest.mark.breadth)], ids=["stages", "others"]
 )
 def test_metrics_are_those_of_whole_documents_under_every_layout(names):
     layouts = {name: LAYOUTS[name] for name in names}

@@ -155,7 +155,7 @@ def test_a_signal_ends_the_data_and_the_run_continues(folder, alone):
     assert _losses(done.stdout) + _losses(again.stdout) == pytest.approx(alone, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.breadth
 def test_the_script_for_deepspeed_alone_trains(folder):
     script = folder / "train_deepspeed.py"
     # DeepSpeed would compile an operator for two minutes, with which ranks of one host communicate.

@@ -62,7 +62,11 @@ class Imported:
 
     def lines(self) -> Iterator[str]:
         """Yields the report for people."""
-        for title, lines in (("taken over", self.taken), ("different here", self.different), ("absent", self.absent)):
+        for title, lines in (
+            ("taken over", self.taken),
+            ("different here", self.different),
+            ("not imported", self.absent),
+        ):
             if lines:
                 yield f"{title}:"
                 yield from (f"    {line}" for line in lines)

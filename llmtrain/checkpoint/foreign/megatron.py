@@ -33,6 +33,7 @@ FLAT = "optimizer.distributed."
 """Beginning of the names of what the distributed optimizer saves as its ranks hold it."""
 MASTER = ("param", "fp32_param")
 """Kinds of state that are the weights in fp32."""
+FITTING = "set the fields of model.config in the recipe to what the folder has"
 LAYER = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+?)[._](weight|bias)(_[wv])?")
 FAMILIES = ("gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3")
 """Families whose layers Megatron-Core has with the same mathematics."""
@@ -131,7 +132,8 @@ def _compare(folder: Path, arguments: Any, model: PreTrainedModel, state: Foreig
         if there not in (None, here)
     ]
     if wrong:
-        fail(folder, f"has another attention than the recipe's model: {', '.join(wrong)}", "use this model's recipe")
+        message = f"has another attention than the recipe's model: {', '.join(wrong)}"
+        fail(folder, message, FITTING)
     rotary = getattr(config, "rope_parameters", None) or {}
     here: dict[str, Any] = {
         "norm_epsilon": getattr(config, "rms_norm_eps", None) or getattr(config, "layer_norm_epsilon", None),
@@ -225,7 +227,7 @@ class _Parts:
             if match and targets:
                 if not match[1] and tensor.shape[0] != self._count:
                     message = f"has {tensor.shape[0]:,} layers, and the recipe's model has {self._count:,}"
-                    fail(self._folder, message, "use the recipe of this model")
+                    fail(self._folder, message, FITTING)
                 layers = [(int(match[1]), tensor.whole())] if match[1] else tensor.layers()
                 for number, layer in layers:
                     whole = _unflattened(layer, shape if match[1] else shape[1:])

@@ -75,7 +75,7 @@ SLICES = ["dp1-sp2-zero3-acc4", "dp1-pp2-sp2-zero1-acc4"]
             id="varlen",
             marks=BREADTH,
         ),
-        pytest.param(["dp2-zero3-acc2"], HIDDEN, id="hidden", marks=SLOW),
+        pytest.param(["dp2-zero3-acc2"], HIDDEN, id="hidden", marks=BREADTH),
         pytest.param(["dp1-pp2-zero1-acc4"], RECURRENCE, id="recurrence", marks=SLOW),
         pytest.param(["dp2-zero3-acc2"], RECURRENCE, id="recurrence-more", marks=BREADTH),
         pytest.param(["dp2-fsdp2-acc2"], EXPERTS, id="experts", marks=SLOW),
